@@ -1,0 +1,100 @@
+"""Named random streams; the only randomness in training.
+
+Every draw is a pure function of its key (seed, role, user, round, step): no generator state exists, so nothing has
+to be saved, and a result depends neither on the order of users nor on the algorithm. Numbers come from a 64-bit
+counter hash (the splitmix64 finaliser), evaluated for whole arrays at a time on the host.
+"""
+
+from __future__ import annotations
+
+import zlib
+from decimal import Decimal
+from typing import NamedTuple
+
+import numpy as np
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_M1 = np.uint64(0xBF58476D1CE4E5B9)
+_M2 = np.uint64(0x94D049BB133111EB)
+_SORT_BELOW = 97  # below this many examples a permutation by sorted keys is cheaper than rejecting repeats
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * _M1
+    z = (z ^ (z >> np.uint64(27))) * _M2
+    return z ^ (z >> np.uint64(31))
+
+
+def key(*parts: int | str | np.ndarray) -> np.ndarray:
+    """Hash integers, names and integer arrays (broadcast against each other) into uint64 keys."""
+    out = np.uint64(0)
+    with np.errstate(over="ignore"):
+        for part in parts:
+            if isinstance(part, str):
+                part = zlib.crc32(part.encode())
+            out = _mix((out ^ np.asarray(part).astype(np.int64).view(np.uint64)) + _GOLDEN)
+    return np.asarray(out, dtype=np.uint64)
+
+
+def uniforms(keys: np.ndarray, count: int, start: int = 0) -> np.ndarray:
+    """``[..., count]`` floats in [0, 1): positions start .. start+count-1 of each key's stream."""
+    with np.errstate(over="ignore"):
+        position = np.arange(start + 1, start + count + 1, dtype=np.uint64) * _GOLDEN
+        bits = _mix(np.asarray(keys, dtype=np.uint64)[..., None] + position)
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def generator(*parts: int | str) -> np.random.Generator:
+    """A numpy generator for set-up work (partition, initial weights), keyed like every other stream."""
+    return np.random.Generator(np.random.Philox(key=int(key(*parts))))
+
+
+def permuted(keys: np.ndarray, m: int, size: int) -> np.ndarray:
+    """Ordered uniform samples without replacement from {0, .., m-1}.
+
+    keys [R] -> [R, min(size, m)] int64. A shorter draw of a key is the beginning of a longer one.
+    """
+    size = min(size, m)
+    if m < _SORT_BELOW:
+        return np.argsort(uniforms(keys, m), axis=1, kind="stable")[:, :size]
+    # The first `size` distinct values of an i.i.d. stream are a uniform ordered sample without replacement.
+    width = size + 8 + size * size // m
+    while True:
+        stream = (uniforms(keys, width) * m).astype(np.int64)
+        order = np.argsort(stream, axis=1, kind="stable")  # equal values stay in order of drawing
+        ranked = np.take_along_axis(stream, order, axis=1)
+        again = np.zeros(stream.shape, dtype=bool)
+        np.put_along_axis(again, order[:, 1:], ranked[:, 1:] == ranked[:, :-1], axis=1)
+        if width - again.sum(axis=1).max() >= size:
+            first = np.argsort(again, axis=1, kind="stable")[:, :size]
+            return np.take_along_axis(stream, first, axis=1)
+        width *= 2
+
+
+class Draw(NamedTuple):
+    """Which examples a step reads: positions start .. start+size-1 of a stream's shuffled order of the user's data.
+
+    Roles with different streams are independent; one stream and different starts give disjoint batches.
+    """
+
+    size: int
+    stream: str
+    start: int = 0
+
+
+def draw(keys: np.ndarray, m: int, what: Draw) -> np.ndarray:
+    """keys [R] -> [R, min(size, m)] positions in a user's data. A batch of all the data is in order, unshuffled."""
+    if what.start == 0 and what.size >= m:
+        return np.broadcast_to(np.arange(m), (len(keys), m))
+    return permuted(keys, m, what.start + what.size)[:, what.start :]
+
+
+def cohort_size(n: int, r: float) -> int:
+    """max(1, r n rounded half up in decimal): (100, 0.29) is 29 and (50, 0.29) is 15."""
+    exact = Decimal(str(r)) * n + Decimal("0.5")
+    return max(1, int(exact.to_integral_value(rounding="ROUND_FLOOR")))
+
+
+def cohort(seed: int, k: int, n: int, active: int) -> np.ndarray:
+    """[A] distinct user ids of round k, uniform without replacement, in ascending order."""
+    return np.sort(permuted(np.atleast_1d(key(seed, "participation", k)), n, active)[0])

@@ -1,0 +1,96 @@
+"""Which device, backend, compilation and chunking a run uses. Every ``auto`` is decided here, once, before round 1."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from perfed.errors import UserError, require
+
+EAGER_FLOPS = 15e9
+"""Floating-point operations a second of the eager vmapped step on one CPU core (measured on the paper's network); only
+decides whether compiling may pay."""
+COMPILE_FROM_SECONDS = 240
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided; ``notes`` say why, one line each."""
+
+    device: torch.device
+    backend: str
+    chunk: int | None
+    compiled: bool
+    notes: tuple[str, ...]
+
+
+def pick_device(wanted: str) -> tuple[torch.device, list[str]]:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:i`` -> a device on which a real operation has worked."""
+    if wanted == "cpu":
+        return torch.device("cpu"), []
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        require(wanted == "auto", "device", wanted, "no CUDA device was found; use device=cpu or device=auto")
+        return torch.device("cpu"), ["device cpu: no CUDA device was found"]
+    index = int(wanted.partition(":")[2] or 0)
+    require(index < count, "device", wanted, f"at most cuda:{count - 1}: {count} CUDA device{'s' if count > 1 else ''} found")
+    device = torch.device("cuda", index)
+    try:
+        torch.ones(1, device=device).add(1).item()
+    except RuntimeError as error:
+        name = torch.cuda.get_device_name(index)
+        reason = f"{name} failed a first operation: {str(error).strip().splitlines()[0]}"
+        if wanted == "auto":
+            return torch.device("cpu"), [f"warning: device cpu, since {reason}"]
+        raise UserError("device", wanted, reason) from error
+    return device, [f"device {device}: {torch.cuda.get_device_name(index)}"]
+
+
+def compiler_found(device: torch.device) -> bool:
+    """Whether torch.compile can build code for the device."""
+    if device.type == "cuda":
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return False
+        return True
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+def decide(engine: Any, device: torch.device, *, vmap_pays_on_cpu: bool, model: str, flops: float, lane_bytes: int) -> Decision:
+    """engine: the configuration's ``engine`` block. flops: of the whole training. lane_bytes: of one lane during a step."""
+    notes = []
+    backend = engine.backend
+    if backend == "auto":
+        backend = "vmap" if device.type != "cpu" or vmap_pays_on_cpu else "loop"
+        notes.append(f"backend {backend}: model {model} on {device.type}")
+    compiled = False
+    if engine.compile is not False and backend == "vmap":
+        seconds = flops / EAGER_FLOPS
+        pays = seconds > COMPILE_FROM_SECONDS
+        if engine.compile is True or pays:
+            compiled = compiler_found(device)
+            if not compiled:
+                notes.append("warning: not compiled: no C++ compiler was found" if device.type == "cpu" else "warning: not compiled: no triton")
+            elif engine.compile == "auto":
+                notes.append(f"compiled: the run is long (about {seconds / 60:.0f} min of eager steps)")
+    elif engine.compile is True:
+        notes.append("warning: not compiled: the loop backend is plain Python")
+    chunk = None if engine.chunk == "auto" else int(engine.chunk)
+    if engine.chunk == "auto":
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
+        fits = max(1, int(0.5 * free // lane_bytes))
+        chunk = fits if fits < 100_000 else None
+    return Decision(device, backend, chunk, compiled, tuple(notes))
+
+
+def _free_memory() -> int:
+    """Bytes that the host can give."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 4 * 2**30

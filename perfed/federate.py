@@ -1,0 +1,352 @@
+"""Rounds: the only file that knows about the seed and user axes.
+
+Seeds x active users are flattened into one *lane* axis L. Every method of an algorithm is written for one user and one
+seed and is mapped over lanes here, by one of two backends that run the same algorithm code:
+
+    vmap   one call of ``step`` moves all lanes of a chunk; gathering and uint8 -> float happen inside; may be compiled
+    loop   one call per lane, without padding: the readable reference, and faster for models that gain nothing from vmap
+
+Indices are drawn on the host (``perfed.data.sampling``); nothing else is random.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from perfed import tree
+from perfed.algorithms.base import Algorithm, Population, Task
+from perfed.data.partition import Owned, Partition
+from perfed.data.sampling import Draw, cohort, draw, key, uniforms
+from perfed.types import Batch, Info, Params, State, Tree
+
+DIVERGED_NORM = 1e6  # a lane is diverged when ||w|| exceeds this many times max(||w_0||, 1)
+
+
+class Pool(NamedTuple):
+    """All examples on the device, as stored; scaled when gathered: (x - offset) * scale."""
+
+    x: Tensor  # [M, ...] uint8 or float
+    y: Tensor  # [M] int64
+    scale: Tensor  # broadcasts against one example
+    shift: Tensor | None  # -offset * scale; None: no shift
+
+    def batch(self, index: Tensor, weight: Tensor) -> Batch:
+        """index, weight [...] -> Batch with x [..., *shape]."""
+        x = self.x[index].to(self.scale.dtype) * self.scale
+        return Batch(x if self.shift is None else x + self.shift, self.y[index], weight, index)
+
+
+def make_pool(x: np.ndarray, y: np.ndarray, offset: np.ndarray, scale: np.ndarray, device: torch.device, dtype: torch.dtype) -> Pool:
+    """Arrays of a data set (offset and scale a number, or one per channel of [M, C, H, W]) -> Pool."""
+    tail = (1,) * (x.ndim - 2) if np.ndim(scale) else ()
+    scale = np.asarray(scale, np.float64).reshape(np.shape(scale) + tail)
+    shift = -np.asarray(offset, np.float64).reshape(np.shape(offset) + tail) * scale
+    values = torch.from_numpy(x).to(device)
+    return Pool(
+        values if values.dtype == torch.uint8 else values.to(dtype),
+        torch.from_numpy(y).to(device),
+        torch.as_tensor(scale, dtype=dtype, device=device),
+        torch.as_tensor(shift, dtype=dtype, device=device) if np.any(shift) else None,
+    )
+
+
+class SeedData(NamedTuple):
+    """One seed: who owns what, and the keys of its streams."""
+
+    partition: Partition
+    members: np.ndarray  # ids of the users that take part in training, ascending
+    sampling: int  # seed of participation and batches
+
+
+@dataclass
+class Costs:
+    """What was computed and sent, counted over all users of one seed."""
+
+    grads: int = 0
+    hvps: int = 0
+    losses: int = 0
+    floats_down: int = 0
+    floats_up: int = 0
+    steps: int = 0
+    user_rounds: int = 0
+
+
+class Lanes(NamedTuple):
+    """Which seed (row of the stacks) and user each lane is. [L] each, host."""
+
+    seed: np.ndarray
+    user: np.ndarray
+
+
+def positions(owned: list[Owned], lanes: Lanes, keys: np.ndarray, what: Draw) -> tuple[np.ndarray, np.ndarray]:
+    """keys [L, T] -> pool positions [L, T, B] and weights [L, T, B] (0 on the padding of users with fewer than B)."""
+    start = np.array([owned[s].offsets[u] for s, u in zip(lanes.seed, lanes.user, strict=True)])
+    m = np.array([owned[s].offsets[u + 1] for s, u in zip(lanes.seed, lanes.user, strict=True)]) - start
+    width = int(min(what.size, (m - what.start).max()))
+    rows, steps = keys.shape
+    index = np.empty((rows, steps, width), dtype=np.int64)
+    weight = np.ones((rows, steps, width), dtype=np.float32)
+    for size in np.unique(m):
+        lane = np.nonzero(m == size)[0]
+        local = draw(keys[lane].ravel(), int(size), what).reshape(len(lane), steps, -1)
+        got = local.shape[2]
+        index[lane, :, :got] = local + start[lane, None, None]
+        index[lane, :, got:] = start[lane, None, None]
+        weight[lane, :, got:] = 0
+    for s in np.unique(lanes.seed):
+        lane = lanes.seed == s
+        index[lane] = owned[s].index[index[lane]]
+    return index, weight
+
+
+@dataclass
+class Federation:
+    """The state of a simulation and how to advance it.
+
+    ``initial`` holds the initial parameters of each seed; ``classes`` the number of labels. Public state: ``state`` (its
+    tensors lead with S), ``k`` rounds done, ``costs`` per seed, ``times_sampled`` [S, N], ``diverged`` [S] (round or -1).
+    """
+
+    algo: Algorithm
+    task: Task
+    pool: Pool
+    data: list[SeedData]
+    initial: list[Params]
+    active: int
+    classes: int
+    backend: str = "vmap"
+    chunk: int | None = None
+    compiled: bool = False
+
+    k: int = field(default=0, init=False)
+    step_calls: int = field(default=0, init=False)  # calls of the mapped step; does not grow with users or seeds under vmap
+
+    def __post_init__(self):
+        self.n = len(self.data[0].members)
+        self.device = self.pool.y.device
+        self.dtype = self.pool.scale.dtype
+        self.train = [d.partition.train for d in self.data]
+        labels = self.pool.y.cpu().numpy()
+        self.counts = torch.from_numpy(np.stack([d.partition.counts(labels, self.classes) for d in self.data]))
+        self.sizes = torch.from_numpy(np.stack([d.partition.train.sizes for d in self.data]))
+        params = [tree.map(lambda t: t.to(self.device, self.dtype), p) for p in self.initial]
+        users = self.sizes.shape[1]
+        states = [
+            self.algo.init(self.task, p, Population(users, self.active, self.sizes[s], self.counts[s])) for s, p in enumerate(params)
+        ]
+        self.state: State = tree.stack(states)
+        norms = torch.stack([tree.norm(p) for p in params])
+        self.limit = DIVERGED_NORM * norms.clamp(min=1.0)
+        self.diverged = torch.full((len(self.data),), -1, dtype=torch.int64, device=self.device)
+        self.times_sampled = np.zeros((len(self.data), users), dtype=np.int64)
+        self.costs = [Costs() for _ in self.data]
+        self._advance = torch.compile(self._step_in_place, dynamic=False) if self.compiled else self._step
+        self._price: dict[str, Counter] | None = None
+
+    # --- mapping over lanes
+
+    def map(self, f: Callable[..., Tree], size: int, *trees: Tree) -> Tree:
+        """f on each of ``size`` lanes; the tensors of ``trees`` lead with L, and so do those of the result."""
+        if self.backend == "loop":
+            return tree.stack([f(*tree.at(trees, i)) for i in range(size)])
+        return vmap(lambda _, *args: f(*args))(torch.arange(size, device=self.device), *trees)
+
+    def info(self, lanes: Lanes, k: int) -> dict[str, Tensor]:
+        """The tensors of Info for each lane, [L, ...]."""
+        u = np.array([uniforms(key(d.sampling, "tk", k), 1)[0] for d in self.data])
+        t_k = torch.from_numpy((u * self.algo.tau).astype(np.int64))[lanes.seed]
+        user = torch.from_numpy(lanes.user)
+        fields = {
+            "user": user,
+            "round": torch.full_like(user, k),
+            "step": torch.zeros_like(user),
+            "m": self.sizes[lanes.seed, lanes.user],
+            "counts": self.counts[lanes.seed, lanes.user],
+            "t_k": t_k,
+        }
+        return {name: value.to(self.device) for name, value in fields.items()}
+
+    def _info(self, fields: dict[str, Tensor]) -> Info:
+        return Info(n=self.n, active=self.active, tau=self.algo.tau, **fields)
+
+    # --- one local step of a chunk of lanes
+
+    def _step(self, local: Tree, index: dict[str, Tensor], weight: dict[str, Tensor], info: dict[str, Tensor], live: Tensor | None) -> Tree:
+        batches = {role: self.pool.batch(index[role], weight[role]) for role in index}
+
+        def one(local: Tree, batches: dict[str, Batch], info: dict[str, Tensor]) -> Tree:
+            if self.backend == "loop":  # padding is last
+                batches = {role: Batch(*(part[: int(b.weight.sum())] for part in b)) for role, b in batches.items()}
+            return self.algo.step(self.task, local, batches, self._info(info))
+
+        new = self.map(one, len(info["user"]), local, batches, info)
+        return new if live is None else tree.where(live, new, local)
+
+    def _step_in_place(self, local: Tree, *rest: Any) -> Tree:
+        """The same, writing into the caller's tensors: compiled, this spares a fresh copy of all lanes a step."""
+        new = self._step(local, *rest)
+        for old, value in zip(tree.leaves(local), tree.leaves(new), strict=True):
+            old.copy_(value)
+        return local
+
+    # --- rounds
+
+    def cohorts(self, k: int) -> np.ndarray:
+        """[S, A] ids of the active users of round k."""
+        return np.stack([d.members[cohort(d.sampling, k, self.n, self.active)] for d in self.data])
+
+    def batches(self, lanes: Lanes, k: int, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Pool positions and weights of ``steps`` steps: {role: [L, T, B]}."""
+        seeds = np.array([d.sampling for d in self.data])[lanes.seed]
+        index, weight = {}, {}
+        for role, what in self.algo.draws().items():
+            keys = key(seeds[:, None], what.stream, lanes.user[:, None], k, np.arange(steps)[None])
+            i, w = positions(self.train, lanes, keys, what)
+            index[role] = torch.from_numpy(i).to(self.device)
+            weight[role] = torch.from_numpy(w).to(self.device, self.dtype)
+        return index, weight
+
+    def round(self) -> None:
+        """Advance by one round. Lanes of a diverged seed go on by themselves; nothing of theirs reaches another seed."""
+        k, active = self.k, self.cohorts(self.k)
+        seeds = np.arange(len(self.data))
+        if self.algo.trains == "all":
+            members = np.stack([d.members for d in self.data])
+            lanes = Lanes(np.repeat(seeds, self.n), members.ravel())
+            chosen = np.stack([np.searchsorted(m, a) for m, a in zip(members, active, strict=True)]) + seeds[:, None] * self.n
+        else:
+            lanes = Lanes(np.repeat(seeds, self.active), active.ravel())
+            chosen = np.arange(active.size).reshape(active.shape)
+        down = self.map(self.algo.broadcast, len(seeds), self.state.server)
+        info = self.info(lanes, k)
+        count = len(lanes.user)
+        pieces = math.ceil(count / (self.chunk or count))
+        parts = [self._users(down, lanes, info, part, k) for part in np.array_split(np.arange(count), pieces)]
+        uploads, users, steps = tree.map(lambda *ts: torch.cat(ts), *parts)
+
+        rows = torch.from_numpy(chosen).to(self.device)
+        replies = self._aggregate(tree.at(uploads, rows), tree.at(info, rows))
+        if tree.leaves(users):
+            kept = tree.at(users, rows.flatten())
+            settled = self.map(self.algo.settle, rows.numel(), kept, tree.map(lambda t: t.flatten(0, 1), replies))
+            users = tree.put(users, (rows.flatten(),), settled)
+            where = (torch.from_numpy(lanes.seed).to(self.device), torch.from_numpy(lanes.user).to(self.device))
+            self.state = self.state._replace(users=tree.put(self.state.users, where, users))
+        self._account(down, uploads, info, steps, lanes, active)
+        self._check(users, lanes)
+        self.k += 1
+
+    def _users(self, down: Tree, lanes: Lanes, info: dict[str, Tensor], part: np.ndarray, k: int) -> tuple[Tree, Tree, Tensor]:
+        """receive, step, send for the lanes ``part``: (uploads, users, steps taken)."""
+        lanes, info = Lanes(lanes.seed[part], lanes.user[part]), tree.at(info, torch.from_numpy(part).to(self.device))
+        size, seed, user = len(part), torch.from_numpy(lanes.seed).to(self.device), torch.from_numpy(lanes.user).to(self.device)
+        down, kept = tree.at(down, seed), tree.at(self.state.users, seed, user)
+        local = self.map(lambda d, u, i: self.algo.receive(self.task, d, u, self._info(i)), size, down, kept, info)
+        if self.compiled:
+            local = tree.map(lambda t: t.clone(memory_format=torch.contiguous_format), local)
+        steps = self.algo.local_steps(self._info(info))
+        horizon = steps if isinstance(steps, int) else int(steps.max())
+        index, weight = self.batches(lanes, k, horizon)
+        for t in range(horizon):
+            here = {**info, "step": torch.full_like(info["step"], t)}
+            live = None if isinstance(steps, int) else t < steps
+            local = self._advance(local, *(({r: v[:, t] for r, v in d.items()}) for d in (index, weight)), here, live)
+            self.step_calls += 1 if self.backend == "vmap" else size
+        upload, kept = self.map(lambda d, u, x, i: self.algo.send(self.task, d, u, x, self._info(i)), size, down, kept, local, info)
+        return upload, kept, torch.as_tensor(steps).expand(size)
+
+    def _aggregate(self, uploads: Tree, info: dict[str, Tensor]) -> Tree:
+        """Uploads lead with [S, A]; sets the server and returns the replies."""
+
+        def one(server: Tree, uploads: Tree, info: dict[str, Tensor]) -> tuple[Tree, Tree]:
+            return self.algo.aggregate(self.task, server, uploads, self._info(info))
+
+        server, replies = self.map(one, len(self.data), self.state.server, uploads, info)
+        self.state = self.state._replace(server=server)
+        return replies
+
+    def _check(self, users: Tree, lanes: Lanes) -> None:
+        """Mark the seeds whose server, or a user's kept state, is not finite or has run away."""
+
+        def size(leaves: list[Tensor]) -> Tensor:
+            return torch.stack([t.reshape(len(t), -1).square().sum(1) for t in leaves if t.is_floating_point()]).sum(0).sqrt()
+
+        bad = torch.zeros_like(self.diverged, dtype=torch.bool)
+        if leaves := tree.leaves(self.state.server):
+            bad |= ~(size(leaves) <= self.limit)
+        if leaves := tree.leaves(users):
+            seed = torch.from_numpy(lanes.seed).to(self.device)
+            over = ~(size(leaves) <= self.limit[seed])
+            bad |= torch.zeros_like(self.limit).index_add_(0, seed, over.to(self.dtype)) > 0
+        self.mark(bad)
+
+    def mark(self, bad: Tensor) -> None:
+        """bad [S]: record the current round for seeds that diverge now."""
+        self.diverged = torch.where(bad & (self.diverged < 0), self.k, self.diverged)
+
+    # --- counting
+
+    def price(self) -> dict[str, Counter]:
+        """Calls of the task in receive, in one step and in send, for one user: measured on a dry run of one lane."""
+        if self._price is None:
+            active = self.cohorts(0)
+            lane = Lanes(np.array([0]), active[0, :1])
+            info = self._info(tree.at(self.info(lane, 0), 0))
+            index, weight = self.batches(lane, 0, 1)
+            batches = {role: self.pool.batch(index[role][0, 0], weight[role][0, 0]) for role in index}
+            calls = {}
+
+            def counted(name: str, f: Callable[[], Tree]) -> Tree:
+                self.task.calls.clear()
+                out = f()
+                calls[name] = Counter(self.task.calls)
+                return out
+
+            down = self.algo.broadcast(tree.at(self.state.server, 0))
+            user = tree.at(self.state.users, 0, int(lane.user[0]))
+            local = counted("receive", lambda: self.algo.receive(self.task, down, user, info))
+            local = counted("step", lambda: self.algo.step(self.task, local, batches, info))
+            counted("send", lambda: self.algo.send(self.task, down, user, local, info))
+            self._price = calls
+        return self._price
+
+    def _account(self, down: Tree, uploads: Tree, info: dict[str, Tensor], steps: Tensor, lanes: Lanes, active: np.ndarray) -> None:
+        price = self.price()
+        steps = steps.cpu().numpy()
+        for s, cost in enumerate(self.costs):
+            mine = lanes.seed == s
+            users, taken = int(mine.sum()), int(steps[mine].sum())
+            for name in ("grads", "hvps", "losses"):
+                once = price["receive"][name] + price["send"][name]
+                setattr(cost, name, getattr(cost, name) + once * users + price["step"][name] * taken)
+            one = int(np.argmax(mine))
+            cost.floats_down += tree.numel(tree.at(down, s)) * self.active
+            cost.floats_up += int(self.algo.floats_up(tree.at(uploads, one), self._info(tree.at(info, one)))) * self.active
+            cost.steps += taken
+            cost.user_rounds += users
+            self.times_sampled[s, active[s]] += 1
+
+    # --- measurements that change nothing
+
+    def diagnose(self) -> list[dict[str, float]]:
+        """The method's own diagnostics for each seed, on the first active user of this round and his first batches."""
+        k = max(self.k - 1, 0)
+        lanes = Lanes(np.arange(len(self.data)), self.cohorts(k)[:, 0])
+        index, weight = self.batches(lanes, k, 1)
+        fields, out = self.info(lanes, k), []
+        for s, user in enumerate(lanes.user):
+            batches = {role: self.pool.batch(index[role][s, 0], weight[role][s, 0]) for role in index}
+            models = self.algo.candidates(tree.at(self.state.server, s), tree.at(self.state.users, s, int(user)))
+            w = next(iter(models.values()))
+            values = self.algo.diagnostics(self.task, w, batches, self._info(tree.at(fields, s)))
+            out.append({name: float(value) for name, value in values.items()})
+        return out

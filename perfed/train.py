@@ -1,0 +1,691 @@
+"""``run(config) -> Result``: a whole experiment, in plain Python, usable from a notebook.
+
+    prepare   load the data, split them, build the model, choose the device; refuses what does not fit, writes nothing
+    plan      the same, described
+    run       claim a folder, train, evaluate, write the folder (see ``perfed.results``)
+    rebuild   the final state of a finished run, ready to be judged again
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perfed import checkpoint, results, stats, tables, tree
+from perfed.algorithms.base import Task
+from perfed.config import Config
+from perfed.data.datasets import Dataset, load
+from perfed.data.partition import Partition, SplitConfig, SplitTest, make
+from perfed.data.sampling import cohort_size, generator
+from perfed.device import Decision, decide, pick_device
+from perfed.errors import UserError, require
+from perfed.evaluate import Protocol, Scores, adapted_models, check, evaluate
+from perfed.federate import Federation, SeedData, make_pool
+from perfed.identity import Identity, identity
+from perfed.models import build
+from perfed.progress import Progress
+from perfed.types import Params
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything a run needs before round 1, checked."""
+
+    config: Config
+    identity: Identity
+    dataset: Dataset
+    partitions: list[Partition]
+    initial: list[Params]
+    protocol: Protocol
+    decision: Decision
+
+
+@dataclass
+class Result:
+    """A finished run. ``status``: DONE, DIVERGED, or "finished before" when the folder already held it."""
+
+    folder: Path
+    status: str
+    table: str
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def stored(self) -> results.Run:
+        """The run folder."""
+        if "run" not in self._cache:
+            self._cache["run"] = results.load(self.folder)
+        return self._cache["run"]
+
+    @property
+    def rounds(self):
+        """rounds.csv as a DataFrame: one row per seed, evaluated round, judged model, steps and kind of user."""
+        return self.stored.rounds
+
+    @property
+    def users(self):
+        """users.csv as a DataFrame: one row per seed, user, judged model and steps, of the final evaluation."""
+        return self.stored.users
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """result.json."""
+        assert self.stored.result is not None
+        return self.stored.result
+
+    def model(self, seed: int, user: int, model: str | None = None, steps: int | None = None) -> UserModel:
+        """The judged model of a user after ``steps`` adaptation steps (default: the primary ones of the run).
+
+        seed: one of ``summary["seeds"]``; user in 0 .. n-1; model: "global" or "personal", as the method has them.
+        """
+        if "fed" not in self._cache:
+            self._cache["fed"] = rebuild(self.folder)
+        fed, prepared = self._cache["fed"]
+        primary = self.summary["primary"]
+        return user_model(fed, prepared, seed, user, model or primary["model"], primary["steps"] if steps is None else steps)
+
+
+@dataclass(frozen=True)
+class UserModel:
+    """Parameters of one user's model. Call it with raw inputs (as stored in the data set) [B, ...] for scores [B, C]."""
+
+    params: Params
+    _pool: Any = field(repr=False)
+    _apply: Any = field(repr=False)
+
+    def __call__(self, x: np.ndarray | Tensor) -> Tensor:
+        raw = torch.as_tensor(x)
+        scaled = raw.to(self._pool.scale) * self._pool.scale
+        return self._apply(self.params, scaled if self._pool.shift is None else scaled + self._pool.shift)
+
+
+# ---------------------------------------------------------------- before round 1
+
+
+def prepare(config: Config) -> Prepared:
+    """Check a configuration against its data and the machine; raises UserError, writes nothing but data caches."""
+    device, notes = pick_device(config.device)
+    dataset = load(config.dataset, config.data_path)
+    classes = len(dataset.classes)
+    split = SplitConfig(val=config.split.val, test=SplitTest[config.split.test], test_share=config.split.test_share)
+    partitions, initial = [], []
+    for seed in config.seed_values:
+        of_split = seed if config.partition_seed is None else config.partition_seed
+        of_init = seed if config.init_seed is None else config.init_seed
+        partitions.append(make(config.partition, dataset, n=config.n, seed=of_split, split=split, holdout_users=config.holdout_users))
+        initial.append(build(config.model, dataset.shape, classes, generator(of_init, "init")))
+    if hasattr(config.algo, "check_dtype"):
+        _named("algo", lambda: config.algo.check_dtype(config.engine.dtype))
+    _disjoint(config, partitions)
+    protocol = resolve(config, config.algo)
+    check(protocol, [p.test for p in partitions])
+    decision = _decide(config, device, dataset, initial[0], notes)
+    return Prepared(config, identity(config, dataset.fingerprint), dataset, partitions, initial, protocol, decision)
+
+
+def _named(group: str, f) -> None:
+    """Run a check of an option; its complaint gets the group's prefix."""
+    try:
+        f()
+    except UserError as error:
+        raise UserError(f"{group}.{error.key}", error.value, error.allowed) from None
+
+
+def _disjoint(config: Config, partitions: list[Partition]) -> None:
+    """Disjoint batches need users with enough examples for all of them."""
+    need = max((d.start + d.size for d in config.algo.draws().values() if d.start > 0), default=0)
+    small = sorted({int(u) for p in partitions for u in np.nonzero(p.seen & (p.train.sizes < need))[0]})
+    if small:
+        least = min(int(p.train.sizes[p.seen].min()) for p in partitions)
+        raise UserError("algo.batches", "disjoint", f"needs {need} train examples a user; users {small[:10]} have fewer (least {least})")
+
+
+def resolve(config: Config, algo: Any) -> Protocol:
+    """The protocol with every null filled in. Its label names each departure from the protocol's own values."""
+    rules, adapt = config.protocol, config.adapt
+    changes = [f"{key}={value}" for key in ("source", "batch", "repeats") if (value := getattr(adapt, key)) is not None]
+    if adapt.layers != "all":
+        changes.append(f"layers={adapt.layers if isinstance(adapt.layers, str) else '+'.join(adapt.layers)}")
+    if rules.support is not None:
+        changes.insert(0, f"support={rules.support}")
+    lr = adapt.lr if adapt.lr is not None else algo.inner_step if algo.inner_step is not None else config.alpha
+    return Protocol(
+        label=rules.name + (f"[{', '.join(changes)}]" if changes else ""),
+        source=config.adapt_source,
+        support=rules.support,
+        batch=config.adapt_batch,
+        repeats=config.adapt_repeats,
+        steps=tuple(sorted({0, *config.adapt_steps})),
+        lr=float(lr),
+    )
+
+
+def _adapted(layers: str | list[str], model: Any, params: Params) -> frozenset[str] | None:
+    """Names of the parameters that adaptation changes; None: all."""
+    if layers == "all":
+        return None
+    if layers == "last":
+        return frozenset(model.last_layer(params))
+    wanted = [layers] if isinstance(layers, str) else list(layers)
+    names = {name for name in params if any(name == w or name.startswith(w + ".") for w in wanted)}
+    known = sorted({name.rpartition(".")[0] or name for name in params})
+    missing = [w for w in wanted if not any(n == w or n.startswith(w + ".") for n in params)]
+    require(not missing, "adapt.layers", layers, f"all, last, or layers among {', '.join(known)}")
+    return frozenset(names)
+
+
+def _flops(config: Config, params: Params, lanes: int) -> float:
+    """A rough count for the training: 6 d B for each gradient evaluation."""
+    gradients = sum(1 for _ in config.algo.draws()) + 1
+    return 6.0 * tree.numel(params) * config.algo.batch * lanes * config.algo.tau * config.rounds * gradients
+
+
+def _lanes(config: Config) -> int:
+    return config.seeds * cohort_size(config.n, config.r)
+
+
+def _lane_bytes(config: Config, dataset: Dataset, params: Params) -> int:
+    size = 8 if config.engine.dtype == "float64" else 4
+    inputs = int(np.prod(dataset.shape)) * config.algo.batch * len(config.algo.draws())
+    return size * (8 * tree.numel(params) + 3 * inputs)
+
+
+def _decide(config: Config, device: torch.device, dataset: Dataset, params: Params, notes: list[str]) -> Decision:
+    pays = getattr(config.model, "vmap_pays_on_cpu", True)
+    made = decide(
+        config.engine,
+        device,
+        vmap_pays_on_cpu=pays,
+        model=config.model.name,
+        flops=_flops(config, params, _lanes(config)),
+        lane_bytes=_lane_bytes(config, dataset, params),
+    )
+    return Decision(made.device, made.backend, made.chunk, made.compiled, (*notes, *made.notes))
+
+
+def federation(prepared: Prepared) -> Federation:
+    """The simulation before round 0."""
+    config, data = prepared.config, prepared.dataset
+    dtype = torch.float64 if config.engine.dtype == "float64" else torch.float32
+    pool = make_pool(data.x, data.y, data.offset, data.scale, prepared.decision.device, dtype)
+    adapted = _adapted(config.adapt.layers, config.model, prepared.initial[0])
+    task = Task(config.model, config.optimizer, config.server, adapted)
+    seeds = []
+    for seed, partition in zip(config.seed_values, prepared.partitions, strict=True):
+        sampling = seed if config.sampling_seed is None else config.sampling_seed
+        seeds.append(SeedData(partition, np.nonzero(partition.seen)[0], sampling))
+    return Federation(
+        algo=config.algo,
+        task=task,
+        pool=pool,
+        data=seeds,
+        initial=prepared.initial,
+        active=cohort_size(len(seeds[0].members), config.r),
+        classes=len(data.classes),
+        backend=prepared.decision.backend,
+        chunk=prepared.decision.chunk,
+        compiled=prepared.decision.compiled,
+    )
+
+
+def plan(config: Config) -> str:
+    """What a run would do: its folder, sizes, the rough time, and the group-by-class count table of its first seed."""
+    prepared = prepare(config)
+    params = prepared.initial[0]
+    size = 8 if config.engine.dtype == "float64" else 4
+    lanes = _lanes(config)
+    chunk = min(lanes, prepared.decision.chunk or lanes)
+    state = config.seeds * tree.numel(params) * size
+    memory = prepared.dataset.x.nbytes + 3 * state + chunk * _lane_bytes(config, prepared.dataset, params)
+    seconds = _flops(config, params, lanes) / 15e9
+    names, counts = prepared.partitions[0].table(prepared.dataset.y, len(prepared.dataset.classes))
+    shown = slice(0, 20)
+    table = tables.grid(
+        ["train examples a user", *prepared.dataset.classes, "all"],
+        [[name, *(f"{v:g}" for v in row), f"{row.sum():g}"] for name, row in zip(names[shown], counts[shown], strict=True)],
+        notes=[f"first 20 of {len(names)} rows"] if len(names) > 20 else [],
+    )
+    picture = config.outputs_path / "plans" / f"{prepared.identity.name}.png"
+    drawn = f"picture: {picture}" if _draw_plan(picture, counts[shown], names[shown], prepared.dataset.classes) else "no picture"
+    return (
+        f"{prepared.identity.name}\n"
+        f"  {config.n} users, {cohort_size(config.n, config.r)} active a round, {config.seeds} seeds: {lanes} lanes; "
+        f"{config.rounds} rounds of {config.algo.tau} steps; {tree.numel(params):,} parameters\n"
+        f"  device {prepared.decision.device}, backend {prepared.decision.backend}"
+        f"{', compiled' if prepared.decision.compiled else ''}; about {memory / 2**20:,.0f} MiB beside torch itself, "
+        f"roughly {seconds / 60:.1f} min of training on one CPU core\n"
+        f"  {prepared.protocol.text()}\n\n{tables.plain(table)}  {drawn}\n"
+    )
+
+
+def _draw_plan(path: Path, counts: np.ndarray, names: list[str], classes: tuple[str, ...]) -> bool:
+    from perfed import figures
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figures.heat_map(counts, names, classes, path, "train examples of a user")
+    except (OSError, ValueError) as error:
+        print(f"perfed: no picture: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- a run
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run between two rounds; everything computed was kept. ``number``: the signal."""
+
+    def __init__(self, number: int):
+        self.number = number
+        super().__init__(f"signal {number}")
+
+
+class _Signals:
+    """SIGINT and SIGTERM wait for the end of the round; a second one does not."""
+
+    def __init__(self):
+        self.number: int | None = None
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._old = {number: signal.signal(number, self._caught) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _caught(self, number: int, frame: Any) -> None:
+        if self.number is not None:
+            raise Interrupted(number)
+        self.number = number
+
+    def check(self) -> None:
+        if self.number is not None:
+            raise Interrupted(self.number)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    old = torch.get_num_threads()
+    torch.set_num_threads(count or old)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(old)
+
+
+def run(config: Config, folder: Path | str | None = None) -> Result:
+    """Run an experiment, or show the stored one when ``folder`` already holds it.
+
+    folder: default ``outputs/<readable>-<hash12>``. Raises UserError before anything is written when the configuration
+    does not fit; results.Held when another process holds the folder. An interrupted run keeps its state and its numbers, and
+    goes on from there when it is started again.
+    """
+    started = time.perf_counter()
+    who = identity(config)
+    folder = Path(folder) if folder is not None else config.outputs_path / who.name
+    results.check_identity(folder, who.hash)
+    before = _finished(folder) if not config.force else None
+    if before is not None:
+        return before
+    prepared = prepare(config)
+    with results.Claim(folder), _threads(config.engine.threads), _Signals() as signals:
+        before = _finished(folder) if not config.force else None  # another process may have ended it meanwhile
+        if before is not None:
+            return before
+        with results.open_log(folder) as log:
+            try:
+                return _run(prepared, folder, log, signals, started)
+            except Exception:
+                text = traceback.format_exc()
+                log.write(text)
+                results.write_status(folder, "FAILED", identity=who.hash, traceback=text)
+                raise
+
+
+def _finished(folder: Path) -> Result | None:
+    status = results.read_status(folder)
+    if status is None or status["status"] not in ("DONE", "DIVERGED"):
+        return None
+    stored = results.load(folder)
+    return Result(folder, "finished before", tables.plain(tables.run_table(stored.result))) if stored.complete else None
+
+
+def _run(prepared: Prepared, folder: Path, log: TextIO, signals: _Signals, started: float) -> Result:
+    config, who = prepared.config, prepared.identity
+    results.write_text(folder / "config.yaml", _yaml(config))
+    results.write_status(folder, "RUNNING", identity=who.hash)
+    for seed, partition in zip(config.seed_values, prepared.partitions, strict=True):
+        partition.save(folder / f"partition-seed{seed}.npz")
+    results.write_json(folder / "provenance.json", provenance(prepared))
+    progress = Progress(config.rounds, config.progress, log, prepared.decision.notes)
+    fed = federation(prepared)
+    rows: list[dict[str, Any]] = []
+    clock = {"prepare": time.perf_counter() - started, "compile": 0.0, "train": 0.0, "evaluate": 0.0}
+    stored = None if config.force else checkpoint.restore(folder / "state.pt", fed, who.hash)
+    if stored is not None:
+        rows = stored[0]
+        clock = {name: value + stored[1][name] for name, value in clock.items()}
+        progress.say(f"resumed after round {fed.k}")
+    warm = not prepared.decision.compiled
+    scores: Scores | None = None
+    try:
+        while fed.k < config.rounds and not bool((fed.diverged >= 0).all()):
+            signals.check()
+            tick = time.perf_counter()
+            fed.round()
+            if fed.device.type == "cuda":
+                torch.cuda.synchronize(fed.device)
+            clock["train" if warm else "compile"] += time.perf_counter() - tick
+            warm = True
+            if fed.k % config.eval_every == 0 or fed.k == config.rounds:
+                scores = _measure(fed, prepared, rows, clock)
+                progress.scored(_headline(rows, prepared))
+            progress.round(fed.k)
+        signals.check()
+        if scores is None or rows[-1]["round"] != fed.k:
+            scores = _measure(fed, prepared, rows, clock)
+        return _write(prepared, folder, fed, scores, rows, clock, progress)
+    except Interrupted:
+        checkpoint.save(folder / "state.pt", fed, who.hash, rows, clock)
+        results.write_csv(folder / "rounds.csv", rows, results.ROUNDS)
+        results.write_status(folder, "INTERRUPTED", identity=who.hash, round=fed.k)
+        progress.say(f"interrupted after round {fed.k} of {config.rounds}; the same command goes on from there")
+        raise
+    finally:
+        progress.close()
+
+
+def _yaml(config: Config) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(config.as_dict()))
+
+
+def _measure(fed: Federation, prepared: Prepared, rows: list[dict[str, Any]], clock: dict[str, float]) -> Scores:
+    """Evaluate, and add the rows of this round."""
+    tick = time.perf_counter()
+    scores = evaluate(fed, prepared.protocol)
+    fed.mark(torch.from_numpy(~np.isfinite(scores.loss).all(axis=(1, 2, 3))).to(fed.device))
+    measured = fed.diagnose()
+    for s, seed in enumerate(prepared.config.seed_values):
+        known = prepared.partitions[s].seen
+        cost = fed.costs[s]
+        for seen in (True, False) if not known.all() else (True,):
+            who = known == seen
+            for j, model in enumerate(scores.models):
+                for i, steps in enumerate(scores.steps):
+                    accuracy = scores.correct[s, who, j, i]
+                    rows.append(
+                        {
+                            "seed": seed,
+                            "round": fed.k,
+                            "model": model,
+                            "steps": steps,
+                            "seen": seen,
+                            "accuracy": float(accuracy.mean()),
+                            "loss": float(scores.loss[s, who, j, i].mean()),
+                            "worst10": float(stats.worst(accuracy)),
+                            "grad_evals": cost.grads,
+                            "hvps": cost.hvps,
+                            "floats_down": cost.floats_down,
+                            "floats_up": cost.floats_up,
+                            **measured[s],
+                        }
+                    )
+    clock["evaluate"] += time.perf_counter() - tick
+    return scores
+
+
+def _primary(prepared: Prepared, models: tuple[str, ...]) -> dict[str, Any]:
+    return {"model": models[0], "steps": max(prepared.config.adapt_steps)}
+
+
+def _headline(rows: list[dict[str, Any]], prepared: Prepared) -> str:
+    """``accuracy 56.1 -> 92.0 %``: before and after adaptation, mean over seeds, of the last evaluation."""
+    last = [r for r in rows if r["round"] == rows[-1]["round"] and r["seen"] and r["model"] == rows[-1]["model"]]
+    means = [100 * float(np.mean([r["accuracy"] for r in last if r["steps"] == steps])) for steps in (0, max(prepared.protocol.steps))]
+    return "accuracy " + " -> ".join(f"{m:.1f}" for m in dict.fromkeys(means)) + " %"
+
+
+def user_rows(prepared: Prepared, scores: Scores, times_sampled: np.ndarray) -> list[dict[str, Any]]:
+    """The rows of users.csv. ``n_test`` counts the scored examples; ``correct`` is a mean over the protocol's repeats."""
+    rows = []
+    for s, (seed, part) in enumerate(zip(prepared.config.seed_values, prepared.partitions, strict=True)):
+        for u in range(part.n):
+            fixed = {
+                "seed": seed,
+                "user": u,
+                "group": part.groups[part.group[u]],
+                "seen": bool(part.seen[u]),
+                "times_sampled": int(times_sampled[s, u]),
+                "n_train": int(part.train.sizes[u]),
+                "n_val": int(part.val.sizes[u]),
+                "n_test": int(scores.n_scored[s, u]),
+            }
+            for j, model in enumerate(scores.models):
+                for i, steps in enumerate(scores.steps):
+                    correct = float(scores.correct[s, u, j, i] * scores.n_scored[s, u])
+                    rows.append({**fixed, "model": model, "steps": steps, "correct": correct, "loss": float(scores.loss[s, u, j, i])})
+    return rows
+
+
+def cells(prepared: Prepared, scores: Scores, diverged: dict[str, int]) -> list[dict[str, Any]]:
+    """The cells of result.json: mean over seeds of the unweighted user mean, its interval, groups, worst 10 %."""
+    out = []
+    seeds, parts = prepared.config.seed_values, prepared.partitions
+    for seen in (True, False) if not all(p.seen.all() for p in parts) else (True,):
+        for j, model in enumerate(scores.models):
+            for i, steps in enumerate(scores.steps):
+                of = [scores.correct[s, p.seen == seen, j, i] for s, p in enumerate(parts)]
+                loss = [float(scores.loss[s, p.seen == seen, j, i].mean()) for s, p in enumerate(parts)]
+                mean, half = stats.interval([a.mean() for a in of])
+                floors = [stats.binomial_floor(a.mean(), scores.n_scored[s, p.seen == seen]) for s, (a, p) in enumerate(zip(of, parts, strict=True))]
+                groups = {}
+                for g, name in enumerate(parts[0].groups):
+                    inside = [a[p.group[p.seen == seen] == g] for a, p in zip(of, parts, strict=True)]
+                    if all(len(x) for x in inside):
+                        groups[name] = float(np.mean([x.mean() for x in inside]))
+                out.append(
+                    {
+                        "model": model,
+                        "steps": steps,
+                        "seen": seen,
+                        "mean": None if diverged else mean,
+                        "half_width": None if diverged else half,
+                        "per_seed": {str(seed): float(a.mean()) for seed, a in zip(seeds, of, strict=True) if str(seed) not in diverged},
+                        "loss": None if diverged else float(np.mean(loss)),
+                        "worst10": None if diverged else float(np.mean([stats.worst(a) for a in of])),
+                        "binomial_floor": None if diverged else float(np.mean(floors)),
+                        "groups": {} if diverged else groups,
+                    }
+                )
+    return out
+
+
+def _majority(prepared: Prepared) -> tuple[float, dict[str, float]]:
+    """Mean over seeds and seen users of the majority-class accuracy, and the same by group."""
+    y, classes = prepared.dataset.y, len(prepared.dataset.classes)
+    shares = [p.majority(y, classes) for p in prepared.partitions]
+    overall = float(np.mean([a[p.seen].mean() for a, p in zip(shares, prepared.partitions, strict=True)]))
+    groups = {}
+    for g, name in enumerate(prepared.partitions[0].groups):
+        inside = [a[p.seen & (p.group == g)] for a, p in zip(shares, prepared.partitions, strict=True)]
+        if all(len(x) for x in inside):
+            groups[name] = float(np.mean([x.mean() for x in inside]))
+    return overall, groups
+
+
+def summary(prepared: Prepared, fed: Federation, scores: Scores) -> dict[str, Any]:
+    """result.json: nothing in it depends on the clock, the machine or the folder."""
+    config = prepared.config
+    diverged = {str(seed): int(k) for seed, k in zip(config.seed_values, fed.diverged.tolist(), strict=True) if k >= 0}
+    majority, majority_groups = _majority(prepared)
+    names, counts = prepared.partitions[0].table(prepared.dataset.y, len(prepared.dataset.classes))
+    cost, price = fed.costs[0], fed.price()
+    visits = max(1, int(fed.times_sampled[0].sum()))
+    total = {"grad_evals": cost.grads, "hvps": cost.hvps, "floats_down": cost.floats_down, "floats_up": cost.floats_up}
+    return {
+        "name": prepared.identity.name,
+        "algo": config.algo.name,
+        "dataset": config.dataset.name,
+        "partition": config.partition.name,
+        "model": config.model.name,
+        "identity": prepared.identity.hash,
+        "protocol": prepared.protocol.label,
+        "protocol_text": prepared.protocol.text().partition(": ")[2],
+        "adapt_lr": prepared.protocol.lr,
+        "primary": _primary(prepared, scores.models),
+        "seeds": list(config.seed_values),
+        "diverged": diverged,
+        "cells": cells(prepared, scores, diverged),
+        "majority": majority,
+        "majority_groups": majority_groups,
+        "never_sampled": [int((p.seen & (t == 0)).sum()) for p, t in zip(prepared.partitions, fed.times_sampled, strict=True)],
+        "costs": total,
+        "per_active_user_round": {name: value / visits for name, value in total.items()},
+        "per_local_step": {name: price["step"][name] for name in ("grads", "hvps")},
+        **{name: getattr(config.algo, name, getattr(config, name)) for name in ("tau", "batch", "alpha", "beta")},
+        **{name: getattr(config, name) for name in ("n", "r", "rounds", "partition_seed", "init_seed", "sampling_seed")},
+        "parameters": tree.numel(prepared.initial[0]),
+        "partition_digest": {str(s): p.digest() for s, p in zip(config.seed_values, prepared.partitions, strict=True)},
+        "data": prepared.dataset.fingerprint,
+        "norm": prepared.dataset.norm,
+        "partition_counts": {"rows": names, "classes": list(prepared.dataset.classes), "counts": counts.tolist()} if len(names) <= 20 else None,
+    }
+
+
+def _write(
+    prepared: Prepared, folder: Path, fed: Federation, scores: Scores, rows: list[dict[str, Any]], clock: dict[str, float], progress: Progress
+) -> Result:
+    """Everything a finished run leaves behind; the status comes last."""
+    from perfed.report import write_report
+
+    progress.close()
+    result = summary(prepared, fed, scores)
+    results.write_csv(folder / "rounds.csv", rows, results.ROUNDS)
+    results.write_csv(folder / "users.csv", user_rows(prepared, scores, fed.times_sampled), results.USERS)
+    checkpoint.save(folder / "final.pt", fed, prepared.identity.hash, [], {})
+    results.write_json(folder / "result.json", result)
+    peak = _peak_memory(fed.device)
+    timing = [{"phase": name, "seconds": round(value, 3)} for name, value in clock.items()]
+    results.write_csv(folder / "timing.csv", [*timing, {"phase": "peak_memory_mib", "seconds": round(peak, 1)}], ["phase", "seconds"])
+    results.write_status(folder, "RUNNING", identity=prepared.identity.hash)
+    for line in write_report(folder):
+        progress.say("warning: " + line)
+    (folder / "state.pt").unlink(missing_ok=True)
+    status = "DIVERGED" if result["diverged"] else "DONE"
+    results.write_status(folder, status, identity=prepared.identity.hash, rounds=fed.k)
+    return Result(folder, status, tables.plain(tables.run_table(result)))
+
+
+def _peak_memory(device: torch.device) -> float:
+    """MiB: of the GPU where there is one, else of this process since its start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def provenance(prepared: Prepared) -> dict[str, Any]:
+    """What made the numbers: versions, commit, machine. Not part of result.json."""
+    import platform
+    import subprocess
+    from importlib.metadata import PackageNotFoundError, version
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    def installed(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    mine = git("ls-files", "--error-unmatch", "train.py") is not None  # not an unrelated repository around site-packages
+    dirty = git("status", "--porcelain") if mine else None
+    decision = prepared.decision
+    return {
+        "perfed": installed("perfed"),
+        "commit": git("rev-parse", "HEAD") if mine else None,
+        "dirty": None if dirty is None else bool(dirty),
+        "python": platform.python_version(),
+        **{name: installed(name) for name in ("torch", "numpy", "pandas", "hydra-core", "omegaconf")},
+        "device": str(decision.device),
+        "processor": torch.cuda.get_device_name(decision.device) if decision.device.type == "cuda" else _cpu(),
+        "threads": torch.get_num_threads(),
+        "backend": decision.backend,
+        "compiled": decision.compiled,
+        "chunk": decision.chunk,
+        "data_sha256": prepared.dataset.fingerprint,
+    }
+
+
+def _cpu() -> str:
+    import platform
+
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+# ---------------------------------------------------------------- a finished run
+
+
+def stored_config(folder: Path) -> Config:
+    """The configuration of a run folder. Plugins are imported."""
+    from perfed.config import parse
+
+    return parse(results.load(folder).config)
+
+
+def rebuild(folder: Path | str, config: Config | None = None) -> tuple[Federation, Prepared]:
+    """The final state of a finished run. ``config``: its own with another protocol or device.
+
+    Raises UserError where the run has not finished, or its data have changed since.
+    """
+    folder = Path(folder)
+    stored = results.load(folder)
+    require(stored.complete, "run", folder, f"has not finished: its status is {stored.status['status']}")
+    own = stored_config(folder)
+    prepared = prepare(config or own)
+    changed = prepared.dataset.fingerprint != stored.result["data"]
+    require(not changed, "run", folder, "the data set is not the one that this run was made with")
+    digests = {str(s): p.digest() for s, p in zip(own.seed_values, prepared.partitions, strict=True)}
+    require(digests == stored.result["partition_digest"], "run", folder, "the split of the data is not the one of this run")
+    fed = federation(prepared)
+    found = checkpoint.restore(folder / "final.pt", fed, stored.result["identity"])
+    require(found is not None, "run", folder, "final.pt is missing")
+    return fed, prepared
+
+
+def user_model(fed: Federation, prepared: Prepared, seed: int, user: int, model: str, steps: int) -> UserModel:
+    """See :meth:`Result.model`."""
+    seeds = list(prepared.config.seed_values)
+    require(seed in seeds, "seed", seed, f"one of {seeds}")
+    require(0 <= user < prepared.config.n, "user", user, f"an integer from 0 to {prepared.config.n - 1}")
+    require(steps >= 0, "steps", steps, "an integer >= 0")
+    models = adapted_models(fed, prepared.protocol, seeds.index(seed), user, steps)
+    require(model in models, "model", model, f"one of {', '.join(models)}")
+    return UserModel(models[model], fed.pool, fed.task.model.apply)
