@@ -331,7 +331,9 @@ class _Tree:
         except OmegaConfBaseException as error:
             key = error.full_key or "config"
             key = self.typed(key)
-            raise UserError(key, self.look(key), f"cannot be resolved: {str(error).splitlines()[0]}") from error
+            value = self.look(key)
+            why = "has no value: give one" if value == "???" else f"cannot be resolved: {str(error).splitlines()[0]}"
+            raise UserError(key, value, why) from error
 
     def look(self, key: str) -> Any:
         node = self.raw

@@ -125,8 +125,7 @@ def prepare(config: Config) -> Prepared:
         of_init = seed if config.init_seed is None else config.init_seed
         partitions.append(make(config.partition, dataset, n=config.n, seed=of_split, split=split, holdout_users=config.holdout_users))
         initial.append(build(config.model, dataset.shape, classes, generator(of_init, "init")))
-    if hasattr(config.algo, "check_dtype"):
-        _named("algo", lambda: config.algo.check_dtype(config.engine.dtype))
+    _named("algo", lambda: config.algo.check(config.engine.dtype))
     _disjoint(config, partitions)
     protocol = resolve(config, config.algo)
     check(protocol, [p.test for p in partitions])

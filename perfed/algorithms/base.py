@@ -66,6 +66,11 @@ class Task:
     adapted: frozenset[str] | None = None  # parameters that adaptation may change; None: all
     calls: Counter[str] = field(default_factory=Counter)
 
+    def count(self, what: str) -> None:
+        """Note a call; a compiled step is traced, not called, and notes nothing."""
+        if not torch.compiler.is_compiling():
+            self.calls[what] += 1
+
     def mean_loss(self, params: Params, batch: Batch) -> Tensor:
         """sum(w l) / sum(w), without counting."""
         losses = self.model.losses(self.model.apply(params, batch.x), batch.y)
@@ -73,22 +78,22 @@ class Task:
 
     def loss(self, params: Params, batch: Batch) -> Tensor:
         """Mean loss of a batch."""
-        self.calls["losses"] += 1
+        self.count("losses")
         return self.mean_loss(params, batch)
 
     def grad(self, params: Params, batch: Batch) -> Params:
         """Gradient of the mean loss: one gradient evaluation."""
-        self.calls["grads"] += 1
+        self.count("grads")
         return grad(self.mean_loss)(params, batch)
 
     def grad_and_loss(self, params: Params, batch: Batch) -> tuple[Params, Tensor]:
         """Gradient and mean loss: one gradient evaluation."""
-        self.calls["grads"] += 1
+        self.count("grads")
         return grad_and_value(self.mean_loss)(params, batch)
 
     def hvp(self, params: Params, batch: Batch, v: Params) -> Params:
         """Hessian of the mean loss times v, exactly, as the gradient of <grad f, v> with v held."""
-        self.calls["hvps"] += 1
+        self.count("hvps")
         return grad(lambda p: tree.dot(grad(self.mean_loss)(p, batch), v))(params)
 
 
@@ -126,6 +131,9 @@ class Algorithm:
         require(self.tau >= 1, "tau", self.tau, "an integer >= 1")
         require(self.batch >= 1, "batch", self.batch, "an integer >= 1")
         choice("aggregation", self.aggregation, ("uniform", "samples"))
+
+    def check(self, dtype: str) -> None:
+        """Refuse hyper-parameters that do not go with ``float32`` or ``float64`` arithmetic."""
 
     # --- data and schedule
 

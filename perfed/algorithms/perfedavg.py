@@ -211,7 +211,7 @@ class PerFedAvgHF(SecondOrder):
         choice("delta_mode", self.delta_mode, ("relative", "absolute"))
         require(self.inner_steps == 1, "inner_steps", self.inner_steps, "1 for perfedavg_hf; perfedavg and perfedavg_fo take more")
 
-    def check_dtype(self, dtype: str) -> None:
+    def check(self, dtype):
         low = 1e-5 if dtype == "float32" else 1e-12
         require(self.delta >= low, "delta", self.delta, f"at least {low:g} in {dtype}: below it the quotient is round-off and HF becomes FO")
 
