@@ -136,20 +136,20 @@ def _jobs(command: Command, args: argparse.Namespace) -> int:
             if len(cells) == 1:
                 raise
             raise InJob(error, number, len(cells), cell.overrides) from error
-    if command.multirun:
-        print(f"perfed: {len(cells)} job{'s' * (len(cells) != 1)}", flush=True)
-    if any(cell.config.plan for cell in cells):
-        for cell in cells:
-            if command.multirun:
-                print(f"\n{' '.join(cell.overrides) or 'defaults'}")
-            print(train.plan(cell.config), flush=True)
-        return DONE
-    _codes.clear()
     _names.clear()
     if command.multirun:
         same = set.intersection(*(set(cell.overrides) for cell in cells)) if len(cells) > 1 else set()
         for number, cell in enumerate(cells):
             _names[cell.folder] = f"{number + 1} of {len(cells)}: {' '.join(text for text in cell.overrides if text not in same)}"
+    if command.multirun:
+        print(f"perfed: {len(cells)} job{'s' * (len(cells) != 1)}", flush=True)
+    if any(cell.config.plan for cell in cells):
+        for cell in cells:
+            if command.multirun:
+                print(f"\nperfed: job {_names[cell.folder]}")
+            print(train.plan(cell.config), flush=True)
+        return DONE
+    _codes.clear()
     code = DONE
     try:
         code = _hydra([*command.argv, *(["--multirun"] if command.multirun else [])], args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,8 @@ def decide(engine: Any, device: torch.device, *, vmap_pays_on_cpu: bool, model: 
         if engine.compile is True or pays:
             compiled = compiler_found(device)
             if not compiled:
-                notes.append("warning: not compiled: no C++ compiler was found" if device.type == "cpu" else "warning: not compiled: no triton")
+                missing = "no C++ compiler was found" if device.type == "cpu" else "triton is not installed"
+                notes.append(f"warning: not compiled: {missing}")
             elif engine.compile == "auto":
                 notes.append(f"compiled: the run is long (about {seconds / 60:.0f} min of eager steps)")
     elif engine.compile is True:
@@ -82,8 +84,7 @@ def decide(engine: Any, device: torch.device, *, vmap_pays_on_cpu: bool, model: 
     chunk = None if engine.chunk == "auto" else int(engine.chunk)
     if engine.chunk == "auto":
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
-        fits = max(1, int(0.5 * free // lane_bytes))
-        chunk = fits if fits < 100_000 else None
+        chunk = 2 ** int(math.log2(max(1, 0.5 * free // lane_bytes)))  # a power of two: seldom another one on the same machine
     return Decision(device, backend, chunk, compiled, tuple(notes))
 
 

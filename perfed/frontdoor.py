@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from perfed.config import GROUPS, Config, absolute, conf_dir, import_plugins, parse
 from perfed.errors import UserError, nearest
@@ -86,6 +86,7 @@ class Composer:
 
         version.setbase("1.3")
         self.name = config_name or "config"
+        self._trees: dict[tuple[str, ...], DictConfig] = {}
         path = create_config_search_path(str(absolute(config_path) if config_path else conf_dir()))
         for key, folder in (("--config-path", config_path), ("--config-dir", config_dir)):
             if folder is not None and not absolute(folder).is_dir():
@@ -96,10 +97,12 @@ class Composer:
             self.hydra = Hydra.create_main_hydra2("perfed", path)
         self.loader = self.hydra.config_loader
 
-    @cached_property
-    def base(self) -> DictConfig:
-        """The defaults. Not to be edited."""
-        return self.compose([])
+    def tree(self, choices: Sequence[str]) -> DictConfig:
+        """The composition of groups (and Hydra's keys) alone, made once. Not to be edited."""
+        key = tuple(choices)
+        if key not in self._trees:
+            self._trees[key] = self.compose(key)
+        return self._trees[key]
 
     def groups(self) -> list[str]:
         return [group for group in self.loader.list_groups("") if group != "hydra" and "schema" not in group]
@@ -156,6 +159,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def _one_line(error: Exception) -> str:
     """The last cause that says something, without Hydra's advice and OmegaConf's notes."""
     for cause in reversed(list(_causes(error))):
+        if isinstance(cause, MarkedYAMLError) and cause.problem_mark is not None:
+            return f"{cause.problem_mark.name}, line {cause.problem_mark.line + 1}: {cause.problem}"
         lines = [line.strip() for line in str(cause).splitlines()]
         lines = [line for line in lines if line and not re.match(r"(full_key|object_type|reference_type|See https|To append)", line)]
         if lines:
@@ -198,15 +203,14 @@ class FrontDoor:
         self.groups = composer.groups()
         self.hydra_given = [o for o in self.given if o.is_hydra_override()]
         self.forced: set[str] = set()
-        base = composer.base
-        self._trees: dict[tuple[str, ...], DictConfig] = {(): base}
+        base = composer.tree([])
         for override in self.hydra_given:
             self._check_hydra(override, base)
         for override in self.given:
             self._check_group(override, base)
         self.given = [o for o in self.given if not (self._is_group(o) and not o.is_sweep_override() and o.value() is None)]
         settled = [o.input_line for o in self.given if o.is_hydra_override() or (self._is_group(o) and not o.is_sweep_override())]
-        self.base = composer.compose(settled) if settled else base
+        self.base = composer.tree(settled)
 
     # ---- texts
 
@@ -350,9 +354,11 @@ class FrontDoor:
         read = [self._read(text) for text in texts]
         hydra_texts = tuple(o.input_line for o in self.hydra_given)
         chosen = (*hydra_texts, *(o.input_line for o in read if self._is_group(o)))
-        if chosen not in self._trees:
-            self._trees[chosen] = self.composer.compose(chosen)
-        tree = self._trees[chosen]
+        tree = self.composer.tree(chosen)
+        for group in self.groups:
+            if group not in GROUPS and group in tree:
+                choice = f"{group}={tree.hydra.runtime.choices.get(group)}"
+                raise Refused(choice, "the first line of its file must be '# @package _global_'")
         known = known_keys(tree)
         for override in read:
             if not self._is_group(override):

@@ -117,10 +117,11 @@ def groups_of(conf: Path) -> dict[str, dict[str, str]]:
 
 
 def _first_comment(path: Path) -> str:
-    """The first sentence of the comment that opens the file."""
+    """The first sentence of the comment that opens the file, without its command."""
     lines = path.read_text(encoding="utf-8").splitlines()
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    text = " ".join(line.lstrip("# ").rstrip() for line in lines[:end] if not line.startswith("# @package"))
+    said = [line.lstrip("# ").rstrip() for line in lines[:end] if not line.startswith("# @package")]
+    text = " ".join(line for line in said if not line.startswith(("python -m perfed", "perfed ")))
     return re.split(r"(?<!\bal)\.(?: +(?=[A-Z])|$)|;", text)[0].strip()
 
 

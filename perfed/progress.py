@@ -55,7 +55,7 @@ class Progress:
         if k < self.rounds and now - self.said >= LINE_EVERY_SECONDS and done > 0:
             self.said = now
             left = (now - self.begun) / done * (total - done)
-            self.say(f"round {k}/{self.rounds}  {self.accuracy}  about {_span(left)} left")
+            self.say("  ".join(part for part in (f"round {k}/{self.rounds}", self.accuracy, f"about {_span(left)} left") if part))
 
     def close(self) -> None:
         if self.bar is not None:

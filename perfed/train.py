@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,7 +29,7 @@ from perfed.config import Config
 from perfed.data.datasets import Dataset, load
 from perfed.data.partition import Partition, SplitConfig, SplitTest, make
 from perfed.data.sampling import cohort_size, generator
-from perfed.device import Decision, decide, pick_device
+from perfed.device import EAGER_FLOPS, Decision, decide, pick_device
 from perfed.errors import UserError, require
 from perfed.evaluate import Protocol, Scores, adapted_models, check, evaluate
 from perfed.federate import Federation, SeedData, make_pool
@@ -37,6 +37,9 @@ from perfed.identity import Identity, identity
 from perfed.models import build
 from perfed.progress import Progress
 from perfed.types import Params
+
+SHOWN_ROWS = 20
+"""Rows of a count table that are shown."""
 
 
 @dataclass(frozen=True)
@@ -201,16 +204,15 @@ def _lane_bytes(config: Config, dataset: Dataset, params: Params) -> int:
 
 
 def _decide(config: Config, device: torch.device, dataset: Dataset, params: Params, notes: list[str]) -> Decision:
-    pays = getattr(config.model, "vmap_pays_on_cpu", True)
     made = decide(
         config.engine,
         device,
-        vmap_pays_on_cpu=pays,
+        vmap_pays_on_cpu=config.model.vmap_pays_on_cpu,
         model=config.model.name,
         flops=_flops(config, params, _lanes(config)),
         lane_bytes=_lane_bytes(config, dataset, params),
     )
-    return Decision(made.device, made.backend, made.chunk, made.compiled, (*notes, *made.notes))
+    return replace(made, notes=(*notes, *made.notes))
 
 
 def federation(prepared: Prepared) -> Federation:
@@ -247,16 +249,16 @@ def plan(config: Config) -> str:
     chunk = min(lanes, prepared.decision.chunk or lanes)
     state = config.seeds * tree.numel(params) * size
     memory = prepared.dataset.x.nbytes + 3 * state + chunk * _lane_bytes(config, prepared.dataset, params)
-    seconds = _flops(config, params, lanes) / 15e9
+    seconds = _flops(config, params, lanes) / EAGER_FLOPS
     names, counts = prepared.partitions[0].table(prepared.dataset.y, len(prepared.dataset.classes))
-    shown = slice(0, 20)
+    shown = slice(0, SHOWN_ROWS)
     table = tables.grid(
         ["train examples a user", *prepared.dataset.classes, "all"],
         [[name, *(f"{v:g}" for v in row), f"{row.sum():g}"] for name, row in zip(names[shown], counts[shown], strict=True)],
-        notes=[f"first 20 of {len(names)} rows"] if len(names) > 20 else [],
+        notes=[f"first {SHOWN_ROWS} of {len(names)} rows"] if len(names) > SHOWN_ROWS else [],
     )
     picture = config.outputs_path / "plans" / f"{prepared.identity.name}.png"
-    drawn = f"picture: {picture}" if _draw_plan(picture, counts[shown], names[shown], prepared.dataset.classes) else "no picture"
+    drawn = f"picture: {picture}" if _draw_plan(picture, _whole(counts[shown]), names[shown], prepared.dataset.classes) else "no picture"
     return (
         f"{prepared.identity.name}\n"
         f"  {config.n} users, {cohort_size(config.n, config.r)} active a round, {config.seeds} seeds: {lanes} lanes; "
@@ -493,7 +495,8 @@ def cells(prepared: Prepared, scores: Scores, diverged: dict[str, int]) -> list[
                 of = [scores.correct[s, p.seen == seen, j, i] for s, p in enumerate(parts)]
                 loss = [float(scores.loss[s, p.seen == seen, j, i].mean()) for s, p in enumerate(parts)]
                 mean, half = stats.interval([a.mean() for a in of])
-                floors = [stats.binomial_floor(a.mean(), scores.n_scored[s, p.seen == seen]) for s, (a, p) in enumerate(zip(of, parts, strict=True))]
+                scored = [scores.n_scored[s, p.seen == seen] for s, p in enumerate(parts)]
+                floors = [stats.binomial_floor((a * m).sum() / m.sum(), m) for a, m in zip(of, scored, strict=True)]
                 groups = {}
                 for g, name in enumerate(parts[0].groups):
                     inside = [a[p.group[p.seen == seen] == g] for a, p in zip(of, parts, strict=True)]
@@ -514,6 +517,11 @@ def cells(prepared: Prepared, scores: Scores, diverged: dict[str, int]) -> list[
                     }
                 )
     return out
+
+
+def _whole(counts: np.ndarray) -> np.ndarray:
+    """The same as integers where nothing is lost."""
+    return counts.astype(np.int64) if (counts == np.rint(counts)).all() else counts
 
 
 def _majority(prepared: Prepared) -> tuple[float, dict[str, float]]:
@@ -564,12 +572,20 @@ def summary(prepared: Prepared, fed: Federation, scores: Scores) -> dict[str, An
         "partition_digest": {str(s): p.digest() for s, p in zip(config.seed_values, prepared.partitions, strict=True)},
         "data": prepared.dataset.fingerprint,
         "norm": prepared.dataset.norm,
-        "partition_counts": {"rows": names, "classes": list(prepared.dataset.classes), "counts": counts.tolist()} if len(names) <= 20 else None,
+        "partition_counts": {"rows": names, "classes": list(prepared.dataset.classes), "counts": _whole(counts).tolist()}
+        if len(names) <= SHOWN_ROWS
+        else None,
     }
 
 
 def _write(
-    prepared: Prepared, folder: Path, fed: Federation, scores: Scores, rows: list[dict[str, Any]], clock: dict[str, float], progress: Progress
+    prepared: Prepared,
+    folder: Path,
+    fed: Federation,
+    scores: Scores,
+    rows: list[dict[str, Any]],
+    clock: dict[str, float],
+    progress: Progress,
 ) -> Result:
     """Everything a finished run leaves behind; the status comes last."""
     from perfed.report import write_report

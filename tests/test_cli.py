@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,14 +17,19 @@ from perfed.config import KNOBS, conf_dir, parse
 from perfed.errors import UserError
 from perfed.frontdoor import Composer, FrontDoor, compose
 from perfed.helppage import groups_of, page
+from perfed.identity import identity
 
 TINY = "dataset=synthetic dataset.train=200 dataset.test=100 partition=iid model=logistic n=4 rounds=2 seeds=2 tau=2 device=cpu".split()
 
 
+COMPOSER = Composer()
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Every test stands in a folder of its own."""
+    """Every test stands in a folder of its own; the composer of ``conf/`` alone is made once."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "Composer", lambda *places: Composer(*places) if any(places) else COMPOSER)
     return tmp_path
 
 
@@ -107,9 +111,9 @@ def test_refused_in_one_line(capsys, argv, expected):
 
 def test_values_that_are_fine():
     for text, value in (("alpha=1e-3", 0.001), ('alpha="0.01"', 0.01), ("alpha='1e-3'", 0.001), ("++alpha=0.5", 0.5)):
-        assert parse(compose([text])).alpha == value
-    assert parse(compose(["adapt={steps:3}"])).adapt_steps == (3,)
-    assert parse(compose(["experiment=null"])) == parse(compose([]))
+        assert parse(compose([text], COMPOSER)).alpha == value
+    assert parse(compose(["adapt={steps:3}"], COMPOSER)).adapt_steps == (3,)
+    assert parse(compose(["experiment=null"], COMPOSER)) == parse(compose([], COMPOSER))
 
 
 def test_a_cuda_device_that_is_not_there(capsys, monkeypatch):
@@ -117,14 +121,16 @@ def test_a_cuda_device_that_is_not_there(capsys, monkeypatch):
     assert refusal(capsys, "device=cuda").startswith("device=cuda: no CUDA device")
 
 
-def test_bad_files_of_an_experiment(capsys, folder, tmp_path_factory):
+def test_bad_files_of_an_experiment(capsys, tmp_path_factory):
     own = tmp_path_factory.mktemp("own")
     (own / "experiment").mkdir()
     (own / "experiment" / "typo.yaml").write_text("# @package _global_\nalhpa: 3\n")
     (own / "experiment" / "broken.yaml").write_text("# @package _global_\nalpha: [1,\n")
+    (own / "experiment" / "late.yaml").write_text("# Its command.\n# @package _global_\nalpha: 1\n")
     (own / "experiment" / "quoted.yaml").write_text('# @package _global_\nalpha: "1e-3"\n')
     assert refusal(capsys, f"--config-dir={own}", "experiment=typo") == "alhpa=3: no such key (did you mean 'alpha'?)"
-    assert "experiment=broken" in refusal(capsys, f"--config-dir={own}", "experiment=broken")
+    assert "broken.yaml" in refusal(capsys, f"--config-dir={own}", "experiment=broken")
+    assert "first line of its file must be '# @package _global_'" in refusal(capsys, f"--config-dir={own}", "experiment=late")
     assert FrontDoor(Composer(config_dir=str(own)), ["experiment=quoted"]).command(False).cells[0].config.alpha == 0.001
 
 
@@ -132,7 +138,8 @@ def test_bad_files_of_an_experiment(capsys, folder, tmp_path_factory):
 
 
 def cells(*overrides: str, multirun: bool = True, config_dir: str | None = None):
-    return FrontDoor(Composer(config_dir=config_dir), overrides).command(multirun).cells
+    composer = Composer(config_dir=config_dir) if config_dir else COMPOSER
+    return FrontDoor(composer, overrides).command(multirun).cells
 
 
 def test_every_cell_is_composed():
@@ -150,19 +157,27 @@ def test_the_folder_is_the_same_alone_and_in_a_sweep(folder):
 
 def test_an_experiment_is_a_sweep_without_m(tmp_path):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
-    text = "# @package _global_\ndataset: {train: 300}\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      algo: fedavg,local\n      tau: 4,10\n"
-    (tmp_path / "own" / "experiment" / "study.yaml").write_text("# perfed experiment=study\n" + text)
+    sweep = "hydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      algo: fedavg,local\n      tau: 4,10\n"
+    (tmp_path / "own" / "experiment" / "study.yaml").write_text(f"# @package _global_\n# Its command.\ndataset: {{train: 300}}\n{sweep}")
     made = cells("experiment=study", "dataset=synthetic", "tau=3", multirun=False, config_dir="own")
     assert [(c.config.algo.name, c.config.tau, c.config.dataset.train) for c in made] == [("fedavg", 3, 300), ("local", 3, 300)]
 
 
-def test_a_plugin_needs_no_yaml(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", sorted(file.stem for file in (conf_dir() / "experiment").glob("*.yaml")))
+def test_every_experiment(name):
+    assert cells(f"experiment={name}", "dataset=synthetic", multirun=False)
+    assert groups_of(conf_dir())["experiment"][name], "its first comment is shown by --help"
+
+
+def test_a_plugin_needs_no_yaml(tmp_path):
     (tmp_path / "my_method.py").write_text(
         "from dataclasses import dataclass\n"
         "from perfed.algorithms.base import register\n"
         "from perfed.algorithms.fedavg import FedAvg\n"
         "@register('mine_for_test')\n@dataclass(kw_only=True)\nclass Mine(FedAvg):\n    kappa: float = 2.0\n"
     )
+    from hydra.core.config_store import ConfigStore
+
     from perfed.algorithms.base import ALGORITHMS
 
     try:
@@ -170,6 +185,7 @@ def test_a_plugin_needs_no_yaml(tmp_path, monkeypatch, capsys):
         assert (cell.config.algo.kappa, cell.config.algo.tau, cell.config.algo.name) == (3.0, 7, "mine_for_test")
     finally:
         ALGORITHMS.pop("mine_for_test", None)
+        ConfigStore.instance().repo.pop("algo", None)
         sys.modules.pop("my_method", None)
 
 
@@ -185,10 +201,12 @@ def test_a_callers_hydra_is_left_alone():
 # ---------------------------------------------------------------- help
 
 
-def test_help(capsys, monkeypatch):
-    for flag in ("--help", "-h"):
-        assert main([flag, "alhpa=1"]) == 0
+def test_help(capsys):
+    assert main(["alhpa=1", "-h"]) == 0
+    short = capsys.readouterr().out
+    assert main(["--help"]) == 0
     out = capsys.readouterr().out
+    assert short == out
     knobs = out.partition("The ten knobs")[2].partition("Groups:")[0]
     assert len(KNOBS) == 10
     for key in KNOBS:
@@ -256,8 +274,9 @@ def test_a_sweep(capsys, folder):
     assert sorted(p.name.split("-")[0] for p in (folder / "outputs").iterdir()) == ["fedavg", "local"]
 
 
-def test_a_folder_of_another_run_is_refused(capsys, folder):
+def test_a_folder_of_another_run_is_refused(monkeypatch, capsys, folder):
     """B32(a)."""
+    jobs(monkeypatch, lambda config, folder: "DONE")
     assert main([*TINY, "hydra.run.dir=mine"]) == 0
     before = {p: p.read_bytes() for p in (folder / "mine").iterdir()}
     capsys.readouterr()
@@ -280,7 +299,7 @@ def jobs(monkeypatch, behave):
 
     def run(config, folder):
         status = behave(config, folder)
-        results.write_status(folder, status)
+        results.write_status(folder, status, identity=identity(config).hash)
         return train.Result(folder, status, "a table")
 
     monkeypatch.setattr(train, "run", run)
@@ -348,12 +367,8 @@ def test_a_signal_ends_the_sweep_with_its_table(monkeypatch, capsys):
 
 
 def test_a_process_of_its_own(folder):
-    """``python -m perfed`` from another folder, with a knob in a file of the user's."""
-    (folder / "own" / "experiment").mkdir(parents=True)
-    (folder / "own" / "experiment" / "small.yaml").write_text('# @package _global_\nalpha: "1e-3"\n')
+    """``python -m perfed`` from another folder."""
     env = {**os.environ, "PYTHONPATH": str(conf_dir().parent)}
-    words = [sys.executable, "-m", "perfed", *TINY, "--config-dir", "own", "experiment=small", "outputs=out"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (run,) = (folder / "out").iterdir()
-    assert json.loads((run / "result.json").read_text())["alpha"] == 0.001 and "\x1b" not in done.stdout
+    done = subprocess.run([sys.executable, "-m", "perfed", "alhpa=1"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "perfed: alhpa=1: no such key (did you mean 'alpha'?)\n")
+    assert list(folder.iterdir()) == []

@@ -213,7 +213,7 @@ class PerFedAvgHF(SecondOrder):
 
     def check(self, dtype):
         low = 1e-5 if dtype == "float32" else 1e-12
-        require(self.delta >= low, "delta", self.delta, f"at least {low:g} in {dtype}: below it the quotient is round-off and HF becomes FO")
+        require(self.delta >= low, "delta", self.delta, f"at least {low:g} in {dtype}: below it the quotient is round-off, HF is FO")
 
     def quotient(self, task: Task, w: Params, batch: Batch, u: Params):
         """H(w) u by the central difference."""

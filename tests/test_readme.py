@@ -1,0 +1,122 @@
+"""The README's commands: each is composed and planned, and each that is not marked (long) is executed, in their order."""
+
+from __future__ import annotations
+
+import glob
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from perfed import cli, report, rescore, train
+from perfed.config import conf_dir
+from perfed.data.datasets import Dataset
+from perfed.frontdoor import Composer, FrontDoor
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
+SHELL = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines() if line.strip() and not line.startswith("#")]
+COMMANDS = [line for line in SHELL if line.startswith("python ")]
+SETUP = [line for line in SHELL if line.startswith("python3 -m venv")]
+
+
+def words(line: str) -> list[str]:
+    return shlex.split(line, comments=True)
+
+
+def long(line: str) -> bool:
+    return "(long)" in line
+
+
+def test_there_are_commands_of_every_kind():
+    assert len(COMMANDS) > 30
+    assert any(long(line) for line in COMMANDS) and any(not long(line) for line in COMMANDS)
+    assert len(SETUP) == 1
+
+
+def test_ci_runs_the_two_commands_of_the_readme():
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    start = SHELL[SHELL.index(SETUP[0]) : SHELL.index(SETUP[0]) + 2]
+    assert [line for line in ci if line.startswith(("python3 -m venv", ".venv/bin/python -m pytest"))] == start
+    assert ci[-1] == start[1], "pytest's summary must close the output"
+
+
+def mnist_sized() -> Dataset:
+    """Blank images with MNIST's sizes and labels: what a plan needs of a data set that is not at hand."""
+    train = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    test = [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    y = np.concatenate([np.repeat(np.arange(10), counts) for counts in (train, test)])
+    x = np.zeros((len(y), 1, 28, 28), np.uint8)
+    one = np.float32(1)
+    return Dataset("mnist", x, y, 60000, tuple("0123456789"), None, "blank", 0 * one, one / 255, "unit", (196, 34))
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if words(line)[1:3] == ["-m", "perfed"]])
+def test_command_is_composed_and_planned(line, user, monkeypatch):
+    monkeypatch.chdir(user)
+    if "dataset=mnist" in line:
+        monkeypatch.setattr("perfed.data.datasets.fingerprint", lambda *_: "blank")
+        monkeypatch.setattr("perfed.train.load", lambda *_: mnist_sized())
+    if "cuda" in line:
+        monkeypatch.setattr("perfed.train.pick_device", lambda _: (torch.device("cpu"), []))
+    flags = [word for word in words(line)[3:] if word.startswith("-")]
+    overrides = [word for word in words(line)[3:] if not word.startswith("-")]
+    if "--help" in flags:
+        return
+    command = FrontDoor(Composer(None, None, None), overrides).command("-m" in flags, [])
+    assert command.multirun == ("-m" in flags)
+    assert len(command.cells) == np.prod([len(word.partition("=")[2].split(",")) for word in overrides if "[" not in word], dtype=int)
+    for cell in command.cells[:2]:
+        assert cell.config.algo.name in train.plan(cell.config)
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory):
+    """A folder with a user's images and arrays."""
+    home = tmp_path_factory.mktemp("user")
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 12), ("test", 4)):
+        for name in ("cat", "dog"):
+            (home / "my_images" / part / name).mkdir(parents=True)
+            for i in range(count * 10):
+                Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).save(home / "my_images" / part / name / f"{i}.png")
+    x = rng.normal(size=(400, 5))
+    owner = np.arange(400) % 10
+    np.savez(home / "my_data.npz", x=x, y=(x[:, 0] > 0).astype(int), user=owner, split=(np.arange(400) // 10) % 4 == 0)
+    return home
+
+
+def test_every_command_not_marked_long_is_executed(user, monkeypatch, capsys):
+    monkeypatch.chdir(user)
+    monkeypatch.setenv("COLUMNS", "120")
+    for line in COMMANDS:
+        if long(line):
+            continue
+        module, *rest = words(line)[2:]
+        rest = [hit for word in rest for hit in (sorted(glob.glob(word)) if word.startswith("outputs/") else [word])]
+        code = {"perfed": cli.main, "perfed.rescore": rescore.main, "perfed.report": report.main}[module](rest)
+        out, err = capsys.readouterr()
+        assert code == 0, f"{line}\n{err}"
+        assert "±" in out or "plan=true" in line or "--help" in line, line
+
+
+def test_python_block_runs(user, monkeypatch, capsys):
+    monkeypatch.chdir(user)
+    (block,) = (block for kind, block in BLOCKS if kind == "python")
+    names: dict = {}
+    exec(block, names)
+    assert names["same"].summary == names["result"].summary
+    assert names["scores"](np.zeros((2, 1, 28, 28), np.uint8)).shape == (2, 10)
+
+
+def test_every_option_has_a_line_of_its_own():
+    """Each option of the groups that name a method stands in a command or beside one."""
+    text = "\n".join(line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines())
+    for group in ("algo", "dataset", "model", "protocol", "experiment"):
+        for path in (conf_dir() / group).glob("*.yaml"):
+            assert path.stem in text, f"{group}={path.stem}"
