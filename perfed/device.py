@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -59,6 +61,17 @@ def compiler_found(device: torch.device) -> bool:
             return False
         return True
     return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+@cache
+def compiler_works(device_type: str) -> str | None:
+    """None when a trivial function compiles and runs, else what went wrong, in one line."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns about an absent CUDA toolkit on every CPU machine
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=device_type))
+    except Exception as error:  # torch wraps the compiler's own errors in many kinds
+        return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+    return None
 
 
 def decide(engine: Any, device: torch.device, *, vmap_pays_on_cpu: bool, model: str, flops: float, lane_bytes: int) -> Decision:

@@ -9,7 +9,7 @@ Adaptation batches come from the stream (seed, "adapt", user, repeat, step): the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -71,29 +71,38 @@ def check(protocol: Protocol, data: list[Owned]) -> None:
             )
 
 
-def evaluate(fed: Federation, protocol: Protocol) -> Scores:
-    """Score every user (held-out ones too), before and after adaptation, for every candidate model of the method."""
+def validate(fed: Federation, protocol: Protocol) -> Scores:
+    """The same on the held-out validation data: adapt on train data, score all validation data, for selection only."""
+    return evaluate(fed, replace(protocol, source="train", support=None, repeats=1), part="val")
+
+
+def evaluate(fed: Federation, protocol: Protocol, part: str = "test") -> Scores:
+    """Score every user (held-out ones too), before and after adaptation, for every candidate model of the method.
+
+    ``part``: which of the user's data are scored. A user without any has the accuracy NaN.
+    """
     seeds, users = len(fed.data), len(fed.sizes[0])
-    tests = [d.partition.test for d in fed.data]
+    tests = [getattr(d.partition, part) for d in fed.data]
     everyone = Lanes(np.repeat(np.arange(seeds), users), np.tile(np.arange(users), seeds))
     test_sizes = np.concatenate([owned.sizes for owned in tests])
     order = np.argsort(-test_sizes, kind="stable")  # lanes of like size share a chunk: little padding
+    order = order[test_sizes[order] > 0]
     per_example = max(1, int(np.prod(fed.pool.x.shape[1:])))
     names: tuple[str, ...] = ()
     correct = loss = np.empty(0)
     done = 0
     while done < len(order):
         width = max(1, int(test_sizes[order[done]]))
-        part = order[done : done + max(1, _CHUNK_NUMBERS // (width * per_example))]
-        lanes = Lanes(everyone.seed[part], everyone.user[part])
+        here = order[done : done + max(1, _CHUNK_NUMBERS // (width * per_example))]
+        lanes = Lanes(everyone.seed[here], everyone.user[here])
         found = _chunk(fed, protocol, tests, lanes)
         if not names:
             names = tuple(found)
-            correct = np.empty((len(order), len(names), len(protocol.steps)))
-            loss = np.empty_like(correct)
+            correct = np.full((seeds * users, len(names), len(protocol.steps)), np.nan)
+            loss = correct.copy()
         for j, name in enumerate(names):
-            correct[part, j], loss[part, j] = found[name]
-        done += len(part)
+            correct[here, j], loss[here, j] = found[name]
+        done += len(here)
     shape = (seeds, users, len(names), len(protocol.steps))
     n_scored = test_sizes - (protocol.support or 0)
     return Scores(names, protocol.steps, correct.reshape(shape), loss.reshape(shape), n_scored.reshape(seeds, users))
@@ -193,7 +202,7 @@ def _score(fed: Federation, carry: Tree, x: Tensor, y: Tensor, weight: Tensor) -
         scores = fed.task.model.apply(fed.algo.adapted(carry), x)
         losses = fed.task.model.losses(scores, y)
         hits = (scores.argmax(-1) == y).to(weight)
-        # A score that is not finite predicts nothing: its argmax would be class 0.
-        return torch.stack([(weight * hits).sum(), (weight * losses).sum()]) / weight.sum()
+        return torch.stack([(weight * hits).sum(), (weight * losses).sum(), weight.sum()])
 
-    return fed.map(one, len(y), carry, x, y, weight).to(torch.float64).T
+    hits, losses, counts = fed.map(one, len(y), carry, x, y, weight).to(torch.float64).T  # counts of examples are exact
+    return torch.stack([hits, losses]) / counts

@@ -11,7 +11,6 @@ Indices are drawn on the host (``perfed.data.sampling``); nothing else is random
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -150,8 +149,7 @@ class Federation:
         self.diverged = torch.full((len(self.data),), -1, dtype=torch.int64, device=self.device)
         self.times_sampled = np.zeros((len(self.data), users), dtype=np.int64)
         self.costs = [Costs() for _ in self.data]
-        if self.compiled:  # torch warns about an absent CUDA toolkit whenever it builds C++ on a machine without a GPU
-            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        if self.compiled:
             torch.compiler.reset()  # jobs of a sweep share the code of the step, and torch bounds the versions it keeps of it
         self._advance = torch.compile(self._step_in_place, dynamic=False) if self.compiled else self._step
         self._price: dict[str, Counter] | None = None

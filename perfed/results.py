@@ -35,10 +35,10 @@ TEMPORARY = ".tmp-"
 ROUNDS = {
     "seed": "int64", "round": "int64", "model": "str", "steps": "int64", "seen": "bool",
     "accuracy": "float64", "loss": "float64", "worst10": "float64",
-    "grad_evals": "int64", "hvps": "int64", "floats_down": "int64", "floats_up": "int64", "hf_error": "float64",
+    "grad_evals": "int64", "hvps": "int64", "floats_down": "int64", "floats_up": "int64", "val_accuracy": "float64", "hf_error": "float64",
 }  # fmt: skip
-"""Columns of rounds.csv and their dtypes. Costs are cumulative, summed over users, of that seed; hf_error is blank where it was not
-measured."""
+"""Columns of rounds.csv and their dtypes. Costs are cumulative, summed over users, of that seed; val_accuracy and hf_error are
+blank where they were not measured."""
 
 USERS = {
     "seed": "int64", "user": "int64", "group": "str", "seen": "bool", "times_sampled": "int64",

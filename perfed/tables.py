@@ -117,6 +117,9 @@ def run_table(result: Mapping[str, Any]) -> Grid:
     shares = result.get("majority_groups") or {}
     rows.append(["majority class", "-", percent(result.get("majority")), *(percent(shares.get(name)) for name in groups), "-"])
     notes = [f"DIVERGED: seed {seed} at round {k}." for seed, k in result["diverged"].items()]
+    if best := result.get("best_on_validation"):
+        rounds = ", ".join(map(str, best["rounds"]))
+        notes.append(f"Best on validation (rounds {rounds}): {accuracy_text(best['mean'], best['half_width'])} on test data.")
     if len(names) > GROUP_COLUMNS:
         notes.append(f"{len(names)} user groups: see users.csv.")
     columns = ["judged model", "step size", "accuracy % ± 95 % CI", *groups, "worst 10 % (floor)"]

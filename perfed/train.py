@@ -29,9 +29,9 @@ from perfed.config import Config
 from perfed.data.datasets import Dataset, load
 from perfed.data.partition import Partition, SplitConfig, SplitTest, make
 from perfed.data.sampling import cohort_size, generator
-from perfed.device import EAGER_FLOPS, Decision, decide, pick_device
+from perfed.device import EAGER_FLOPS, Decision, compiler_works, decide, pick_device
 from perfed.errors import UserError, require
-from perfed.evaluate import Protocol, Scores, adapted_models, check, evaluate
+from perfed.evaluate import Protocol, Scores, adapted_models, check, evaluate, validate
 from perfed.federate import Federation, SeedData, make_pool
 from perfed.identity import Identity, identity
 from perfed.models import build
@@ -367,6 +367,9 @@ def _finished(folder: Path) -> Result | None:
 
 
 def _run(prepared: Prepared, folder: Path, log: TextIO, signals: _Signals, started: float) -> Result:
+    if prepared.decision.compiled and (problem := compiler_works(prepared.decision.device.type)):
+        notes = (*prepared.decision.notes, f"warning: not compiled: {problem}")
+        prepared = replace(prepared, decision=replace(prepared.decision, compiled=False, notes=notes))
     config, who = prepared.config, prepared.identity
     results.write_text(folder / "config.yaml", _yaml(config))
     results.write_status(folder, "RUNNING", identity=who.hash)
@@ -423,6 +426,7 @@ def _measure(fed: Federation, prepared: Prepared, rows: list[dict[str, Any]], cl
     scores = evaluate(fed, prepared.protocol)
     fed.mark(torch.from_numpy(~np.isfinite(scores.loss).all(axis=(1, 2, 3))).to(fed.device))
     measured = fed.diagnose()
+    held = validate(fed, prepared.protocol).correct if prepared.config.split.val > 0 else None
     for s, seed in enumerate(prepared.config.seed_values):
         known = prepared.partitions[s].seen
         cost = fed.costs[s]
@@ -441,6 +445,7 @@ def _measure(fed: Federation, prepared: Prepared, rows: list[dict[str, Any]], cl
                             "accuracy": float(accuracy.mean()),
                             "loss": float(scores.loss[s, who, j, i].mean()),
                             "worst10": float(stats.worst(accuracy)),
+                            "val_accuracy": None if held is None else float(np.nanmean(held[s, who, j, i])),
                             "grad_evals": cost.grads,
                             "hvps": cost.hvps,
                             "floats_down": cost.floats_down,
@@ -537,7 +542,18 @@ def _majority(prepared: Prepared) -> tuple[float, dict[str, float]]:
     return overall, groups
 
 
-def summary(prepared: Prepared, fed: Federation, scores: Scores) -> dict[str, Any]:
+def _selected(prepared: Prepared, rows: list[dict[str, Any]], models: tuple[str, ...]) -> dict[str, Any]:
+    """For each seed the evaluated round with the highest validation accuracy of the primary cell (ties: the first), and
+    the test accuracy there: selection never sees test data."""
+    want, chosen = _primary(prepared, models), []
+    for seed in prepared.config.seed_values:
+        mine = [r for r in rows if r["seed"] == seed and r["seen"] and (r["model"], r["steps"]) == (want["model"], want["steps"])]
+        chosen.append(max(mine, key=lambda r: (r["val_accuracy"], -r["round"])))
+    mean, half = stats.interval([r["accuracy"] for r in chosen])
+    return {"rounds": [r["round"] for r in chosen], "mean": mean, "half_width": half}
+
+
+def summary(prepared: Prepared, fed: Federation, scores: Scores, rows: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """result.json: nothing in it depends on the clock, the machine or the folder."""
     config = prepared.config
     diverged = {str(seed): int(k) for seed, k in zip(config.seed_values, fed.diverged.tolist(), strict=True) if k >= 0}
@@ -562,6 +578,7 @@ def summary(prepared: Prepared, fed: Federation, scores: Scores) -> dict[str, An
         "cells": cells(prepared, scores, diverged),
         "majority": majority,
         "majority_groups": majority_groups,
+        "best_on_validation": _selected(prepared, rows, scores.models) if rows and prepared.config.split.val > 0 and not diverged else None,
         "never_sampled": [int((p.seen & (t == 0)).sum()) for p, t in zip(prepared.partitions, fed.times_sampled, strict=True)],
         "costs": total,
         "per_active_user_round": {name: value / visits for name, value in total.items()},
@@ -591,7 +608,7 @@ def _write(
     from perfed.report import write_report
 
     progress.close()
-    result = summary(prepared, fed, scores)
+    result = summary(prepared, fed, scores, rows)
     results.write_csv(folder / "rounds.csv", rows, results.ROUNDS)
     results.write_csv(folder / "users.csv", user_rows(prepared, scores, fed.times_sampled), results.USERS)
     checkpoint.save(folder / "final.pt", fed, prepared.identity.hash, [], {})

@@ -207,9 +207,3 @@ def test_bad_fields(make, text):
     with pytest.raises(UserError) as caught:
         make()
     assert str(caught.value) == text
-
-
-@pytest.mark.parametrize("make", [lambda: local("adam", beta1=None), lambda: server("adam", beta2=None), lambda: server("momentum", momentum=None)])
-def test_a_number_that_is_needed_cannot_be_null(make):
-    with pytest.raises((UserError, TypeError)):
-        make()
