@@ -1,35 +1,37 @@
 """How fast is a round? The engine against plain loops over users, in one process, taking turns.
 
-    python scripts/bench.py                         all tables; takes some minutes, most of them compiling
-    python scripts/bench.py --eager                 the engine also without torch.compile
-    python scripts/bench.py --threads 2             on an otherwise idle machine only
+    python scripts/bench.py                  all tables; some minutes, most of them compiling
+    python scripts/bench.py --eager          measure the engine without torch.compile as well
+    python scripts/bench.py --threads 2      only on an otherwise idle machine
     python scripts/bench.py --device cuda
-    python scripts/bench.py --quick                 a tiny workload, not compiled: does the script work?
+    python scripts/bench.py --quick          a tiny workload, not compiled: does the script work?
 
 Workload: 10 of 50 users, 10 local steps on batches of 40, a 784-80-60-10 network, random uint8 images in the paper's
 split (980 or 490 train examples a user), one seed. A round is draw + gather + local steps + aggregate for everyone.
 
-Contenders. All draw users and indices by the same functions, so all see the same batches; before anything is timed, all
-must have reached the same weights after one round (1e-4, and 0.1 % of the distance that the weights moved).
+Contenders. All draw users and indices by the same functions and so see the same batches. Before anything is timed, all
+must hold the same weights after one round, to 1e-4 and to 0.1 % of the distance that the weights moved.
 
-    engine       Federation, vmap backend: what `perfed` runs. Compiled unless --no-compile
+    engine       Federation, vmap backend: what ``perfed`` runs; compiled unless --no-compile
     eager        the same without torch.compile
     loop         Federation, loop backend: the same algorithm code, one user at a time
-    idiomatic    nn.Module and torch.optim.SGD, a Python loop over users, as most public code has it
-    fastest      the fastest eager loop: torch.autograd.grad on leaf tensors, torch._foreach_add_ in place, data on the device
+    idiomatic    nn.Module and torch.optim.SGD in a Python loop over users, as most public code has it
+    fastest      the fastest eager loop: torch.autograd.grad on leaf tensors, torch._foreach_add_, data on the device
 
-Columns. Times are medians over the repeats (least - most). In every repeat each contender runs one round in turn; ratios
-are ratios of medians (least - most of the ratios within a repeat). `compile` is the first round less a later one, from an
-empty compiler cache. `evaluate` scores all users before and after one step, protocol clean. `draws` is the share of the
-engine's round spent in Federation.batches. `of SGEMM` relates the floating-point operations of the gradients (counted by
-hand: forward, weight gradients, input gradients but the first layer's) per second of a *whole round* to the best square
-float32 matrix product of this process. Peak memory (VmHWM, getrusage elsewhere) is that of a process of its own.
+Columns. Times are medians over the repeats (least - most); in a repeat each contender runs one round in turn. Ratios are
+ratios of medians (least - most of the ratios within a repeat). ``compile`` is the first round less a later one, from an
+empty compiler cache. ``evaluate`` scores all users before and after one step, protocol clean. ``draws`` is the time of
+Federation.batches as a share of the round. ``of SGEMM`` relates the gradients' floating-point operations (counted by hand:
+forward, weight gradients, input gradients of all layers but the first) per second of a *whole round* to the best square
+float32 matrix product in this process. Peak memory is that of a process of its own: of the imports alone, after some
+rounds, after an evaluation (VmHWM; getrusage, where there is no /proc).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import os
 import platform
@@ -53,8 +55,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from perfed.algorithms import ALGORITHMS
 from perfed.algorithms.base import Task
 from perfed.data.datasets import Dataset
-from perfed.data.partition import PARTITIONS, SplitConfig, make
-from perfed.data.sampling import cohort_size, generator
+from perfed.data.partition import PARTITIONS, Partition, SplitConfig, make
+from perfed.data.sampling import generator
 from perfed.evaluate import Protocol, evaluate
 from perfed.federate import Federation, Lanes, SeedData, make_pool
 from perfed.models import MODELS, build
@@ -63,7 +65,6 @@ from perfed.optimizers import LOCAL, SERVER
 ALPHA, BETA = 0.01, 0.1
 NAMES = {"fedavg": "FedAvg", "perfedavg_fo": "FO", "perfedavg_hf": "HF", "perfedavg": "exact"}
 GRADIENTS = {"fedavg": 1, "perfedavg_fo": 2, "perfedavg_hf": 4}
-MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -74,92 +75,72 @@ class Workload:
     active: int = 10
     tau: int = 10
     batch: int = 40
-    hidden: tuple[int, ...] = (80, 60)
+    widths: tuple[int, ...] = (784, 80, 60, 10)
     a: int | None = 196
     a_test: int | None = 34
-    side: int = 28
+    device: str = "cpu"
 
+    def many(self, n: int) -> Workload:
+        return replace(self, n=n, a=None, a_test=None)
 
-@dataclass(frozen=True)
-class Setting:
-    """What is the same for all contenders."""
+    def flops(self) -> int:
+        """Of the gradients of one FedAvg round."""
+        layers = [2 * self.batch * a * b for a, b in zip(self.widths, self.widths[1:], strict=False)]
+        return self.active * self.tau * (3 * sum(layers) - layers[0])
 
-    work: Workload
-    device: torch.device
+    def protocol(self) -> Protocol:
+        return Protocol("clean", "train", None, self.batch, 1, (0, 1), ALPHA)
 
     def federation(self, name: str, **engine) -> Federation:
         """A simulation before round 0; ``engine``: backend, chunk, compiled."""
-        work, rng = self.work, np.random.default_rng(0)
-        n_train, n_test = (60_000, 10_000) if work.a else (60 * work.n, 10 * work.n)
-        shape = (1, work.side, work.side)
-        x = rng.integers(0, 256, (n_train + n_test, *shape), dtype=np.uint8)
-        offset, scale = np.zeros(1, np.float32), np.full(1, 1 / 255, np.float32)
-        classes = tuple("0123456789")
-        data = Dataset("random", x, np.arange(len(x)) % 10, n_train, classes, None, "", offset, scale, "unit", None)
-        kind = PARTITIONS["table2"](a=work.a, a_test=work.a_test) if work.a else PARTITIONS["iid"](per_user=60)
-        partition = make(kind, data, n=work.n, seed=0, split=SplitConfig())
-        model = MODELS["mlp"](name="mlp", hidden=list(work.hidden))
-        fields = {"beta": BETA, "tau": work.tau, "batch": work.batch, **({} if name == "fedavg" else {"alpha": ALPHA})}
+        data, partition = _data(self)
+        fields = {"beta": BETA, "tau": self.tau, "batch": self.batch, **({} if name == "fedavg" else {"alpha": ALPHA})}
+        model = MODELS["mlp"](name="mlp", hidden=list(self.widths[1:-1]))
         return Federation(
             algo=ALGORITHMS[name](name=name, **fields),
             task=Task(model, LOCAL["sgd"](name="sgd"), SERVER["average"](name="average")),
-            pool=make_pool(x, data.y, offset, scale, self.device, torch.float32),
-            data=[SeedData(partition, np.arange(work.n), 0)],
-            initial=[build(model, shape, 10, generator(0, "init"))],
-            active=cohort_size(work.n, work.active / work.n),
+            pool=make_pool(data.x, data.y, data.offset, data.scale, torch.device(self.device), torch.float32),
+            data=[SeedData(partition, np.arange(self.n), 0)],
+            initial=[build(model, data.shape, 10, generator(0, "init"))],
+            active=self.active,
             classes=10,
             **engine,
         )
 
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def timed(self, f: Callable[[], object]) -> float:
         """Seconds of one call."""
-        self.sync()
+        wait = torch.cuda.synchronize if self.device.startswith("cuda") else int
+        wait()
         start = time.perf_counter()
         f()
-        self.sync()
+        wait()
         return time.perf_counter() - start
 
 
-# ---------------------------------------------------------------- contenders
+@functools.lru_cache(maxsize=1)
+def _data(work: Workload) -> tuple[Dataset, Partition]:
+    n_train, n_test = (60_000, 10_000) if work.a else (60 * work.n, 10 * work.n)
+    side = round(work.widths[0] ** 0.5)
+    x = np.random.default_rng(0).integers(0, 256, (n_train + n_test, 1, side, side), dtype=np.uint8)
+    offset, scale = np.zeros(1, np.float32), np.full(1, 1 / 255, np.float32)
+    data = Dataset("random", x, np.arange(len(x)) % 10, n_train, tuple("0123456789"), None, "", offset, scale, "unit", None)
+    kind = PARTITIONS["table2"](a=work.a, a_test=work.a_test) if work.a else PARTITIONS["iid"](per_user=60)
+    return data, make(kind, data, n=work.n, seed=0, split=SplitConfig())
 
 
-class Engine:
-    """A Federation, with a clock on its draws."""
-
-    def __init__(self, fed: Federation):
-        self.fed, self.drawing = fed, 0.0
-        batches = fed.batches
-
-        def clocked(*args):
-            start = time.perf_counter()
-            out = batches(*args)
-            self.drawing += time.perf_counter() - start
-            return out
-
-        fed.batches = clocked
-
-    def round(self) -> None:
-        self.drawing = 0.0
-        self.fed.round()
-
-    def weights(self) -> list[Tensor]:
-        return [value[0] for value in self.fed.state.server["w"].values()]
+# ---------------------------------------------------------------- the loops
 
 
 class Loop:
-    """A Python loop over the active users. Parameters in the order and layout [in, out] of the engine's."""
+    """A Python loop over the active users. Parameters in the order and the layout [in, out] of the engine's."""
 
     def __init__(self, fed: Federation):
-        self.draws, self.k = fed, 0  # never advanced: it only draws
+        self.draws, self.k = fed, 0  # it only draws; its own rounds never start
         self.algo, self.pool = fed.algo, fed.pool
         self.start = [value[0].clone() for value in fed.state.server["w"].values()]
 
     def users(self):
-        """For each active user of the round the batches of his steps: a list of {role: (x, y)}, gathered one at a time."""
+        """For each active user the batches {role: (x, y)} of his steps, gathered when asked for."""
         active, tau = self.draws.cohorts(self.k)[0], self.algo.tau
         index, _ = self.draws.batches(Lanes(np.zeros(len(active), np.int64), active), self.k, tau)
         self.k += 1
@@ -271,23 +252,23 @@ class Fastest(Loop):
     def move(self, size: float, direction: tuple[Tensor, ...] | list[Tensor]) -> None:
         torch._foreach_add_(self.w, direction, alpha=size)
 
-    def fedavg(self, batches: dict) -> None:
-        self.move(-BETA, self.grad(batches["outer"]))
-
     def meta(self, batches: dict) -> tuple[Tensor, ...]:
-        """u; the weights end where they were."""
+        """The gradient after the inner step; the weights end where they were."""
         g = self.grad(batches["inner"])
         self.move(-ALPHA, g)
         u = self.grad(batches["outer"])
         self.move(ALPHA, g)
         return u
 
+    def fedavg(self, batches: dict) -> None:
+        self.move(-BETA, self.grad(batches["outer"]))
+
     def perfedavg_fo(self, batches: dict) -> None:
         self.move(-BETA, self.meta(batches))
 
     def perfedavg_hf(self, batches: dict) -> None:
         u = self.meta(batches)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(u)))
+        norm = torch.stack(torch._foreach_norm(u)).norm()
         small = torch._foreach_mul(u, self.algo.delta / norm)
         self.move(1.0, small)
         up = self.grad(batches["hess"])
@@ -312,100 +293,90 @@ class Fastest(Loop):
 
 @dataclass
 class Times:
-    """Seconds of the rounds of one method, by contender, and what else was measured along."""
+    """Of one method: seconds of its rounds by contender, and what was measured along with them."""
 
     rounds: dict[str, list[float]]
     evaluate: list[float]
     draws: list[float]
     compile: float
-    apart: float  # largest difference of a weight after round 0 between any contender and the fastest loop
+    apart: float  # the largest difference of a weight between a contender and the fastest loop after round 0
 
-    def ratio(self, other: str) -> float:
+    def ratio(self, other: str) -> str:
+        pairs = [b / a for a, b in zip(self.rounds["engine"], self.rounds[other], strict=True)]
+        return f"{self.times_faster(other):.2f} ({min(pairs):.2f} - {max(pairs):.2f})"
+
+    def times_faster(self, other: str) -> float:
         return median(self.rounds[other]) / median(self.rounds["engine"])
 
-    def paired(self, other: str) -> list[float]:
-        return [b / a for a, b in zip(self.rounds["engine"], self.rounds[other], strict=True)]
 
+def same_weights(held: dict[str, list[Tensor]], before: list[Tensor]) -> float:
+    """Assert that the contenders hold the same weights; the largest difference."""
 
-def same_weights(contenders: dict[str, Engine | Loop], before: list[Tensor]) -> float:
-    """Assert that all hold the same weights; the largest difference."""
-    wanted = contenders["fastest"].weights()
-    moved = float(torch.stack([(a - b).norm() for a, b in zip(wanted, before, strict=True)]).norm())
-    worst = 0.0
-    for name, contender in contenders.items():
-        off = [a - b for a, b in zip(contender.weights(), wanted, strict=True)]
-        largest, distance = max(float(t.abs().max()) for t in off), float(torch.stack([t.norm() for t in off]).norm())
-        assert largest <= 1e-4 and distance <= 1e-3 * moved, f"{name}: weights differ by {largest:.2g}, {distance / moved:.2g} of the way"
+    def distance(a: list[Tensor], b: list[Tensor]) -> tuple[float, float]:
+        off = torch.cat([(s - t).flatten() for s, t in zip(a, b, strict=True)])
+        return float(off.abs().max()), float(off.norm())
+
+    wanted, worst = held["fastest"], 0.0
+    moved = distance(wanted, before)[1]
+    for name, weights in held.items():
+        largest, apart = distance(weights, wanted)
+        assert largest <= 1e-4 and apart <= 1e-3 * moved, f"{name}: weights are {largest:.2g} off, {apart / moved:.2g} of the way"
         worst = max(worst, largest)
     return worst
 
 
-def measure(setting: Setting, name: str, repeats: int, compiled: bool, eager: bool) -> Times:
+def measure(work: Workload, name: str, repeats: int, compiled: bool, eager: bool) -> Times:
     """All contenders on one method, one round each in turn."""
-    torch._dynamo.reset()  # torch stops compiling one function for more than a few callers
-    contenders: dict[str, Engine | Loop] = {"engine": Engine(setting.federation(name, compiled=compiled))}
+    torch._dynamo.reset()  # torch gives up on a function that it has compiled for several callers
+    fed = work.federation(name, compiled=compiled)
+    contenders: dict[str, Federation | Loop] = {"engine": fed}
     if compiled and eager:
-        contenders["eager"] = Engine(setting.federation(name))
-    contenders["loop"] = Engine(setting.federation(name, backend="loop"))
-    contenders["idiomatic"] = Idiomatic(setting.federation(name))
-    contenders["fastest"] = Fastest(setting.federation(name))
-    before = [value.clone() for value in contenders["fastest"].start]
-    first = {label: setting.timed(contender.round) for label, contender in contenders.items()}
-    apart = same_weights(contenders, before)
+        contenders["eager"] = work.federation(name)
+    contenders["loop"] = work.federation(name, backend="loop")
+    contenders["idiomatic"] = Idiomatic(work.federation(name))
+    contenders["fastest"] = fastest = Fastest(work.federation(name))
+    before = [value.clone() for value in fastest.start]
+    first = {label: work.timed(contender.round) for label, contender in contenders.items()}
+    held = {x: [v[0] for v in c.state.server["w"].values()] if isinstance(c, Federation) else c.weights() for x, c in contenders.items()}
+    times = Times({label: [] for label in contenders}, [], [], 0.0, same_weights(held, before))
     for contender in contenders.values():
         contender.round()
-    protocol = Protocol("clean", "train", None, setting.work.batch, 1, (0, 1), ALPHA)
-    fed = contenders["engine"].fed
-    evaluate(fed, protocol)
-    times = Times({label: [] for label in contenders}, [], [], 0.0, apart)
+    evaluate(fed, work.protocol())
     for _ in range(repeats):
         for label, contender in contenders.items():
-            times.rounds[label].append(setting.timed(contender.round))
-        times.draws.append(contenders["engine"].drawing / times.rounds["engine"][-1])
-        times.evaluate.append(setting.timed(lambda: evaluate(fed, protocol)))
+            times.rounds[label].append(work.timed(contender.round))
+        lanes = Lanes(np.zeros(work.active, np.int64), fed.cohorts(fed.k)[0])
+        times.draws.append(work.timed(lambda: fed.batches(lanes, fed.k, work.tau)) / times.rounds["engine"][-1])  # noqa: B023
+        times.evaluate.append(work.timed(lambda: evaluate(fed, work.protocol())))
     times.compile = first["engine"] - median(times.rounds["engine"]) if compiled else 0.0
     return times
 
 
-def flops(work: Workload) -> float:
-    """Of the gradients of one FedAvg round."""
-    widths = [work.side**2, *work.hidden, 10]
-    layers = [2 * work.batch * a * b for a, b in zip(widths, widths[1:], strict=False)]
-    return work.active * work.tau * (3 * sum(layers) - layers[0])
-
-
-def sgemm(setting: Setting, quick: bool) -> float:
+def sgemm(work: Workload, sizes: list[int]) -> float:
     """The most floating-point operations a second of a square float32 matrix product."""
     best = 0.0
-    sizes = (128, 256) if quick else (256, 512, 1024, 2048) if setting.device.type == "cpu" else (1024, 2048, 4096, 8192)
     for size in sizes:
-        a, b = (torch.randn(size, size, device=setting.device) for _ in range(2))
-        out = torch.empty_like(a)
-        torch.mm(a, b, out=out)
-        for _ in range(7):
-            best = max(best, 2 * size**3 / setting.timed(lambda: torch.mm(a, b, out=out)))  # noqa: B023
+        a, b, out = (torch.randn(size, size, device=work.device) for _ in range(3))
+        multiply = functools.partial(torch.mm, a, b, out=out)
+        best = max(best, *(2 * size**3 / work.timed(multiply) for _ in range(8)))
     return best
 
 
-def scale_times(setting: Setting, sizes: list[int], repeats: int, compiled: bool) -> dict[int, list[float]]:
-    """Seconds of FedAvg rounds by number of users, taking turns."""
+def scale(work: Workload, sizes: list[int], repeats: int, compiled: bool) -> dict[int, list[float]]:
+    """Seconds of FedAvg rounds by number of users, in turn."""
     torch._dynamo.reset()
-    engines = {n: Engine(replace(setting, work=many(setting.work, n)).federation("fedavg", compiled=compiled)) for n in sizes}
+    feds = {n: work.many(n).federation("fedavg", compiled=compiled) for n in sizes}
     times: dict[int, list[float]] = {n: [] for n in sizes}
     for repeat in range(-2, repeats):
-        for n, engine in engines.items():
-            spent = setting.timed(engine.round)
+        for n, fed in feds.items():
+            spent = work.timed(fed.round)
             if repeat >= 0:
                 times[n].append(spent)
     return times
 
 
-def many(work: Workload, n: int) -> Workload:
-    return replace(work, n=n, a=None, a_test=None)
-
-
 def peak() -> float:
-    """MiB: the most memory this process has held. getrusage would count the parent's before the exec, too."""
+    """MiB that this process has held at most. getrusage would count what its parent held when it started it."""
     try:
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
@@ -413,24 +384,22 @@ def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def worker(setting: Setting, n: int, compiled: bool) -> None:
-    """Print peak MiB as JSON: libraries alone, after some rounds, after an evaluation of everybody."""
-    out = {"libraries": peak()}
-    setting = replace(setting, work=many(setting.work, n))
-    fed = setting.federation("fedavg", compiled=compiled)
+def worker(work: Workload, compiled: bool) -> None:
+    """Print the peak after each stage as JSON."""
+    out = {"imports": peak()}
+    fed = work.federation("fedavg", compiled=compiled)
     for _ in range(3):
         fed.round()
     out["rounds"] = peak()
-    evaluate(fed, Protocol("clean", "train", None, setting.work.batch, 1, (0, 1), ALPHA))
-    setting.sync()
-    out["evaluate"] = peak()
-    if setting.device.type == "cuda":
-        out["device"] = torch.cuda.max_memory_allocated(setting.device) / MIB
+    evaluate(fed, work.protocol())
+    out["evaluation"] = peak()
+    if work.device.startswith("cuda"):
+        out["GPU"] = torch.cuda.max_memory_allocated() / 2**20
     print(json.dumps(out))
 
 
 def memory(arguments: list[str], n: int) -> dict[str, float]:
-    """What a process of its own prints."""
+    """Peaks in MiB of a process that runs :func:`worker`."""
     done = subprocess.run([sys.executable, __file__, *arguments, "--worker", str(n)], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the process for n={n} failed:\n{done.stderr}")
@@ -442,138 +411,111 @@ def memory(arguments: list[str], n: int) -> dict[str, float]:
 
 def grid(title: str, head: list[str], rows: list[list[str]]) -> None:
     """Print a Markdown table."""
-    print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for row in rows:
-        print(f"| {' | '.join(row)} |")
-    sys.stdout.flush()
+    print("", title, "", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)), sep="\n", flush=True)
 
 
 def ms(values: list[float]) -> str:
     return f"{1e3 * median(values):.1f} ({1e3 * min(values):.1f} - {1e3 * max(values):.1f})"
 
 
-def header(setting: Setting) -> str:
+def machine(work: Workload) -> str:
     cpu = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as file:
-            cpu = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    gpu = f"{torch.cuda.get_device_name(setting.device)}, " if setting.device.type == "cuda" else ""
-    threads = torch.get_num_threads()
-    return f"{gpu}{cpu}, {os.cpu_count()} cores, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
+    if Path("/proc/cpuinfo").exists():
+        cpu = next((x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), cpu)
+    gpu = [torch.cuda.get_device_name(work.device)] if work.device.startswith("cuda") else []
+    return ", ".join([*gpu, cpu, f"{os.cpu_count()} cores, threads: {torch.get_num_threads()}, torch {torch.__version__}"])
 
 
-def reached(found: dict[str, Times], speed: float, gib: float | None, threads: int) -> list[list[str]]:
-    """Rows of the table of goals."""
+def goals(found: dict[str, Times], share: float, peak_mib: float | None) -> list[list[str]]:
+    """Rows of the table of what must be reached on a CPU."""
     rounds = {name: median(times.rounds["engine"]) for name, times in found.items()}
     scoring = median(found["perfedavg_hf"].evaluate) / rounds["perfedavg_hf"]
-    goals = [
-        (f"{NAMES[name]}: times faster than the fastest loop", found[name].ratio("fastest"), 2.5 if threads == 2 else least, True)
-        for name, least in (("fedavg", 1.8), ("perfedavg_fo", 1.8), ("perfedavg_hf", 1.7))
+    least = {"fedavg": 1.8, "perfedavg_fo": 1.8, "perfedavg_hf": 1.7}
+    if torch.get_num_threads() == 2:
+        least = dict.fromkeys(least, 2.5)
+    rows = [
+        (f"{NAMES[name]}: times faster than the fastest loop", found[name].times_faster("fastest"), x, True) for name, x in least.items()
     ]
-    goals += [
-        ("exact: round, in HF rounds", rounds["perfedavg"] / rounds["perfedavg_hf"], 1.0, False),
-        ("FedAvg: share of the SGEMM peak", speed, 0.4, True),
+    rows += [
+        ("exact: a round, in HF rounds", rounds["perfedavg"] / rounds["perfedavg_hf"], 1.0, False),
+        ("FedAvg: share of the SGEMM peak", share, 0.4, True),
         ("scoring all users before and after one step, in HF rounds", scoring, 2.0, False),
     ]
-    if gib is not None:
-        goals.append(("peak memory with 10,000 users, GB (1e9 bytes)", gib, 1.5, False))
+    if peak_mib is not None:
+        rows.append(("10,000 users: peak memory, GB", peak_mib * 2**20 / 1e9, 1.5, False))
+    marks = ["pass" if (value >= bound) == more or value == bound else "miss" for _, value, bound, more in rows]
     return [
-        [
-            what,
-            f"{value:.2f}",
-            f"{'at least' if up else 'at most'} {bound:g}",
-            "pass" if (value >= bound if up else value <= bound) else "miss",
-        ]
-        for what, value, bound, up in goals
+        [what, f"{value:.2f}", f"{'at least' if more else 'at most'} {bound:g}", mark]
+        for (what, value, bound, more), mark in zip(rows, marks, strict=True)
     ]
 
 
-def report(setting: Setting, options: argparse.Namespace, arguments: list[str], compiled: bool) -> None:
+def report(work: Workload, options: argparse.Namespace, arguments: list[str], compiled: bool) -> None:
     """Measure everything, print the tables."""
-    work = setting.work
-    print(header(setting))
+    print(machine(work))
     print(
-        f"{work.active} of {work.n} users, {work.tau} steps on batches of {work.batch}, "
-        f"{'-'.join(map(str, (work.side**2, *work.hidden, 10)))}; engine {'compiled' if compiled else 'not compiled'}; {options.repeats} repeats"
+        f"{work.active} of {work.n} users, {work.tau} steps on batches of {work.batch}, network {'-'.join(map(str, work.widths))}, "
+        f"{options.repeats} repeats; the engine is {'compiled' if compiled else 'not compiled'}"
     )
-    best = sgemm(setting, options.quick)
-    found = {name: measure(setting, name, options.repeats, compiled, options.eager) for name in NAMES}
-    best = max(best, sgemm(setting, options.quick))
+    squares = [128, 256] if options.quick else [256, 512, 1024, 2048] if work.device == "cpu" else [2048, 4096, 8192]
+    best = sgemm(work, squares)
+    found = {name: measure(work, name, options.repeats, compiled, options.eager) for name in NAMES}
+    best = max(best, sgemm(work, squares))
     labels = list(found["fedavg"].rounds)
-    grid(
-        "A round, ms",
-        ["", *labels, "weights apart"],
-        [[NAMES[n], *(ms(t.rounds[label]) for label in labels), f"{t.apart:.0e}"] for n, t in found.items()],
-    )
-    grid(
-        "Times the engine's round",
-        ["", *labels[1:]],
-        [
-            [NAMES[n], *(f"{t.ratio(x):.2f} ({min(t.paired(x)):.2f} - {max(t.paired(x)):.2f})" for x in labels[1:])]
-            for n, t in found.items()
-        ],
-    )
-    share = {n: GRADIENTS[n] * flops(work) / median(t.rounds["engine"]) / best for n, t in found.items() if n in GRADIENTS}
-    grid(
-        f"The engine (SGEMM peak {best / 1e9:.0f} GFLOP/s)",
-        ["", "compile, s", "evaluate, ms", "draws", "of SGEMM"],
-        [
-            [NAMES[n], f"{t.compile:.1f}", ms(t.evaluate), f"{median(t.draws):.1%}", f"{share[n]:.0%}" if n in share else "-"]
-            for n, t in found.items()
-        ],
-    )
+    rows = [[NAMES[n], *(ms(t.rounds[label]) for label in labels), f"{t.apart:.0e}"] for n, t in found.items()]
+    grid("A round, ms", ["", *labels, "weights apart"], rows)
+    grid("In rounds of the engine", ["", *labels[1:]], [[NAMES[n], *(t.ratio(label) for label in labels[1:])] for n, t in found.items()])
+    share = {n: GRADIENTS[n] * work.flops() / median(t.rounds["engine"]) / best for n, t in found.items() if n in GRADIENTS}
+    rows = [
+        [NAMES[n], f"{t.compile:.1f}", ms(t.evaluate), f"{median(t.draws):.1%}", f"{share[n]:.1%}" if n in share else "-"]
+        for n, t in found.items()
+    ]
+    grid(f"The engine (SGEMM peak: {best / 1e9:.0f} GFLOP/s)", ["", "compile, s", "evaluate, ms", "draws", "of SGEMM"], rows)
+
     sizes = [20] if options.quick else [50, 1000, 10_000]
-    rounds = scale_times(setting, sizes, options.repeats, compiled)
-    peaks = {n: memory(arguments, n) for n in sizes}
-    first = median(rounds[sizes[0]])
-    columns = list(peaks[sizes[0]])
-    grid(
-        f"Number of users (iid, 60 images each, {work.active} active), FedAvg; peak memory in MiB",
-        ["users", "round, ms", "of the first", *(f"peak: {name}" for name in columns)],
-        [[f"{n:,}", ms(rounds[n]), f"{median(rounds[n]) / first:.2f}", *(f"{peaks[n][c]:,.0f}" for c in columns)] for n in sizes],
-    )
-    if not options.quick:
-        most = peaks[10_000]["evaluate"] * MIB / 1e9
-        goals = reached(found, share["fedavg"], most, torch.get_num_threads()) if setting.device.type == "cpu" else []
-    else:
-        goals = reached(found, share["fedavg"], None, torch.get_num_threads())
-    if goals:
-        grid("Must reach", ["", "measured", "needed", ""], goals)
+    rounds, peaks = scale(work, sizes, options.repeats, compiled), {n: memory(arguments, n) for n in sizes}
+    stages = list(peaks[sizes[0]])
+    rows = [
+        [f"{n:,}", ms(rounds[n]), f"{median(rounds[n]) / median(rounds[sizes[0]]):.2f}", *(f"{peaks[n][x]:,.0f}" for x in stages)]
+        for n in sizes
+    ]
+    title = f"FedAvg, iid, 60 images a user, {work.active} active; peak memory in MiB"
+    grid(title, ["users", "round, ms", "in rounds of the first", *(f"peak: {x}" for x in stages)], rows)
+    if work.device == "cpu":
+        most = None if options.quick else peaks[sizes[-1]]["evaluation"]
+        grid("Must reach", ["", "measured", "needed", ""], goals(found, share["fedavg"], most))
 
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:i")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
-    parser.add_argument("--repeats", type=int, default=None, help="timed rounds of each contender (7; 2 with --quick)")
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=None, help="compile the engine's step (default, but for --quick)"
-    )
-    parser.add_argument("--eager", action="store_true", help="measure the engine without torch.compile too")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (1)")
+    parser.add_argument("--repeats", type=int, help="timed rounds of each contender (7; with --quick 2)")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the engine's step (yes; with --quick no)")
+    parser.add_argument("--eager", action="store_true", help="measure the engine without torch.compile as well")
     parser.add_argument("--quick", action="store_true", help="a tiny workload")
-    parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.repeats = options.repeats or (2 if options.quick else 7)
     compiled = not options.quick if options.compile is None else options.compile
-    work = Workload(n=20, active=4, tau=2, batch=8, hidden=(12, 11), a=20, a_test=4, side=8) if options.quick else Workload()
-    threads, cache = torch.get_num_threads(), os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    work = Workload(device=options.device)
+    if options.quick:
+        work = replace(work, n=20, active=4, tau=2, batch=8, widths=(64, 12, 11, 10), a=20, a_test=4)
+    threads, caches = torch.get_num_threads(), os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     torch.set_num_threads(options.threads)
     try:
-        setting = Setting(work, torch.device(options.device))
         if options.worker:
-            worker(setting, options.worker, compiled)
+            worker(work.many(options.worker), compiled)
             return
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-            report(setting, options, arguments, compiled)
+            report(work, options, arguments, compiled)
     finally:
         torch.set_num_threads(threads)
         os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
-        if cache is not None:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        if caches is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = caches
 
 
 if __name__ == "__main__":

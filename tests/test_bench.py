@@ -1,0 +1,71 @@
+"""scripts/bench.py works: equal weights are asserted, the tables are printed. No time is judged."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "bench.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["bench"]
+
+
+def test_quick_prints_the_tables(bench, monkeypatch, capsys):
+    checked = []
+    original = bench.same_weights
+    monkeypatch.setattr(bench, "same_weights", lambda held, before: checked.append(set(held)) or original(held, before))
+    monkeypatch.setattr(bench, "memory", lambda arguments, n: {"imports": 1.0, "rounds": 2.0, "evaluation": 3.0})
+    threads = torch.get_num_threads()
+    bench.main(["--quick"])
+    assert torch.get_num_threads() == threads
+    assert checked == [{"engine", "loop", "idiomatic", "fastest"}] * 4
+    lines = capsys.readouterr().out.splitlines()
+    assert f"torch {torch.__version__}" in lines[0] and "threads: 1" in lines[0]
+    tables = [lines[i - 1] for i, line in enumerate(lines) if line.startswith("| --- |")]
+    assert tables[0] == "|  | engine | loop | idiomatic | fastest | weights apart |"
+    assert len(tables) == 5
+    assert all(line.count("|") == head.count("|") for head in tables for line in lines[lines.index(head) :][1:2])
+    assert [line.split(" | ")[0] for line in lines if line.startswith(("| FedAvg |", "| FO |", "| HF |", "| exact |"))] == [
+        "| FedAvg",
+        "| FO",
+        "| HF",
+        "| exact",
+    ] * 3
+    assert sum(line.endswith((" pass |", " miss |")) for line in lines) == 6
+
+
+def test_different_weights_are_refused(bench):
+    before = [torch.zeros(3), torch.zeros(2)]
+    moved = [torch.ones(3), torch.ones(2)]
+    near = [t + 5e-5 for t in moved]
+    assert bench.same_weights({"engine": near, "fastest": moved}, before) == pytest.approx(5e-5, rel=0.1)
+    with pytest.raises(AssertionError, match="engine: weights are 0.0002 off"):
+        bench.same_weights({"engine": [moved[0] + 2e-4, moved[1]], "fastest": moved}, before)
+    with pytest.raises(AssertionError, match="loop: .* of the way"):
+        bench.same_weights({"loop": [t + 5e-5 for t in before], "fastest": [t + 1e-5 for t in before]}, before)
+    with pytest.raises(AssertionError, match="engine"):
+        bench.same_weights({"engine": [t * float("nan") for t in moved], "fastest": moved}, before)
+
+
+def test_operations_are_counted_by_hand(bench):
+    work = bench.Workload()
+    forward = 2 * 40 * (784 * 80 + 80 * 60 + 60 * 10)
+    assert work.flops() == 10 * 10 * (2 * forward + 2 * 40 * (80 * 60 + 60 * 10))
+
+
+def test_memory_is_measured_in_a_process_of_its_own(bench):
+    found = bench.memory(["--quick"], 20)
+    assert list(found) == ["imports", "rounds", "evaluation"]
+    assert 0 < found["imports"] <= found["rounds"] <= found["evaluation"]
