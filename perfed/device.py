@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,8 @@ EAGER_FLOPS = 15e9
 """Floating-point operations a second of the eager vmapped step on one CPU core (measured on the paper's network); only
 decides whether compiling may pay."""
 COMPILE_FROM_SECONDS = 240
+CPU_CHUNK_BYTES = 2 * 2**30
+"""Memory of the lanes that are computed together on a CPU; a constant, so that equal commands chunk alike."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,6 @@ def decide(engine: Any, device: torch.device, *, vmap_pays_on_cpu: bool, model: 
         notes.append("warning: not compiled: the loop backend is plain Python")
     chunk = None if engine.chunk == "auto" else int(engine.chunk)
     if engine.chunk == "auto":
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
-        chunk = 2 ** int(math.log2(max(1, 0.5 * free // lane_bytes)))  # a power of two: seldom another one on the same machine
+        budget = torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else CPU_CHUNK_BYTES
+        chunk = max(1, int(budget // lane_bytes))
     return Decision(device, backend, chunk, compiled, tuple(notes))
-
-
-def _free_memory() -> int:
-    """Bytes that the host can give."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 4 * 2**30

@@ -201,7 +201,8 @@ def _score(fed: Federation, carry: Tree, x: Tensor, y: Tensor, weight: Tensor) -
     def one(carry: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         scores = fed.task.model.apply(fed.algo.adapted(carry), x)
         losses = fed.task.model.losses(scores, y)
-        hits = (scores.argmax(-1) == y).to(weight)
+        # A score that is not finite predicts nothing: the argmax of NaN would be class 0.
+        hits = ((scores.argmax(-1) == y) & torch.isfinite(scores).all(-1)).to(weight)
         return torch.stack([(weight * hits).sum(), (weight * losses).sum(), weight.sum()])
 
     hits, losses, counts = fed.map(one, len(y), carry, x, y, weight).to(torch.float64).T  # counts of examples are exact

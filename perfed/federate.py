@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -244,8 +244,8 @@ class Federation:
             where = (torch.from_numpy(lanes.seed).to(self.device), torch.from_numpy(lanes.user).to(self.device))
             self.state = self.state._replace(users=tree.put(self.state.users, where, users))
         self._account(down, uploads, info, steps, lanes, active)
-        self._check(users, lanes)
         self.k += 1
+        self._check(users, lanes)
 
     def _users(self, down: Tree, lanes: Lanes, info: dict[str, Tensor], part: np.ndarray, k: int) -> tuple[Tree, Tree, Tensor]:
         """receive, step, send for the lanes ``part``: (uploads, users, steps taken)."""
@@ -256,11 +256,12 @@ class Federation:
         if self.compiled:
             local = tree.map(lambda t: t.clone(memory_format=torch.contiguous_format), local)
         steps = self.algo.local_steps(self._info(info))
-        horizon = steps if isinstance(steps, int) else int(steps.max())
-        index, weight = self.batches(lanes, k, horizon)
+        alike = not torch.is_tensor(steps)
+        horizon = steps if alike else int(steps.max())
+        index, weight = self.batches(lanes, k, horizon) if horizon else ({}, {})
         for t in range(horizon):
             here = {**info, "step": torch.full_like(info["step"], t)}
-            live = None if isinstance(steps, int) else t < steps
+            live = None if alike else t < steps
             local = self._advance(local, *(({r: v[:, t] for r, v in d.items()}) for d in (index, weight)), here, live)
             self.step_calls += 1 if self.backend == "vmap" else size
         upload, kept = self.map(lambda d, u, x, i: self.algo.send(self.task, d, u, x, self._info(i)), size, down, kept, local, info)
@@ -292,8 +293,16 @@ class Federation:
         self.mark(bad)
 
     def mark(self, bad: Tensor) -> None:
-        """bad [S]: record the current round for seeds that diverge now."""
+        """bad [S]: seeds that are found diverged now, after ``k`` rounds."""
         self.diverged = torch.where(bad & (self.diverged < 0), self.k, self.diverged)
+
+    def snapshot(self) -> tuple:
+        """Where the simulation stands between two rounds; cheap, since a round replaces tensors and never edits them."""
+        return self.state, self.k, self.diverged, [replace(cost) for cost in self.costs], self.times_sampled.copy()
+
+    def go_back(self, snapshot: tuple) -> None:
+        """Undo a round that was cut short."""
+        self.state, self.k, self.diverged, self.costs, self.times_sampled = snapshot
 
     # --- counting
 

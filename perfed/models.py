@@ -211,9 +211,10 @@ def build(model: Model, shape: tuple[int, ...], classes: int, rng: np.random.Gen
     """Initial parameters (float64, host), after a trial forward pass; a mismatch with the data is refused by name."""
     params = model.init(shape, classes, rng)
     try:
-        scores = model.apply(params, torch.zeros(2, *shape, dtype=torch.float64))
+        scores, again = (model.apply(params, torch.ones(2, *shape, dtype=torch.float64)) for _ in range(2))
     except (RuntimeError, ValueError, TypeError) as error:
         raise UserError("model", model.name, f"does not accept inputs of shape {tuple(shape)}: {error}") from error
     wanted = (2, classes)
     require(tuple(scores.shape) == wanted, "model", model.name, f"gives scores {tuple(scores.shape)} for 2 inputs, {wanted} needed")
+    require(torch.equal(scores, again), "model", model.name, "gives other scores when asked again: random layers are not allowed")
     return params

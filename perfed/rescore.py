@@ -83,6 +83,7 @@ def rescore(folder: Path, overrides: Sequence[str]) -> results.Run:
     from perfed import train
     from perfed.config import parse
     from perfed.evaluate import evaluate
+    from perfed.summary import summary, user_rows
 
     folder = folder.expanduser()
     stored = results.load(folder)
@@ -94,10 +95,10 @@ def rescore(folder: Path, overrides: Sequence[str]) -> results.Run:
     status = results.read_status(home)
     if status is None or status["status"] not in ("DONE", "DIVERGED"):
         scores = evaluate(fed, prepared.protocol)
-        result = train.summary(prepared, fed, scores)
+        result = summary(prepared, fed, scores)
         home.mkdir(exist_ok=True)
         results.write_text(home / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config.as_dict())))
-        results.write_csv(home / "users.csv", train.user_rows(prepared, scores, fed.times_sampled), results.USERS)
+        results.write_csv(home / "users.csv", user_rows(prepared, scores, fed.times_sampled), results.USERS)
         results.write_json(home / "result.json", result)
         results.write_status(home, "DIVERGED" if result["diverged"] else "DONE", identity=prepared.identity.hash, run=folder.name)
     return results.load(home)

@@ -43,6 +43,7 @@ ORDER = [
     ["trackers"],
     ["device"],
     ["progress"],
+    ["summary"],
     ["train"],
     ["rescore"],
     ["frontdoor"],

@@ -74,9 +74,7 @@ EQUAL = [
     # A, tau, K, steps of each user after 1, .., K rounds
     (2, 3, 7, [1, 2, 4, 5, 6, 7, 8]),  # multiples of 1.2: 1.2 2.4 3.6 4.8 6 7.2 8.4
     (5, 2, 3, [2, 4, 6]),  # all users active: tau a round
-    # Rounds without any step. BUG as of this writing: federate.positions cannot draw 0 steps
-    # ("cannot reshape array of size 0 into shape (5,0,newaxis)"), so every run with r tau < 1 stops; fix the code, not this row.
-    (1, 1, 8, [0, 0, 1, 1, 1, 1, 1, 2]),  # multiples of 0.2
+    (1, 1, 8, [0, 0, 1, 1, 1, 1, 1, 2]),  # multiples of 0.2: most rounds have no step at all
     (1, 10, 2, [2, 4]),
     (3, 4, 5, [2, 5, 7, 10, 12]),  # multiples of 2.4: 2.4 4.8 7.2 9.6 12
 ]
@@ -96,7 +94,6 @@ def test_equal_schedule(active, tau, rounds, steps, backend):
 
 @pytest.mark.parametrize(
     "n, active, tau, rounds, total",
-    # The last two rows have rounds without a step: the bug named at EQUAL.
     # round(K r tau) with r = A/n: 13 .3 7 = 27.3, 100 .2 10 = 200, 9 (1/3) 5 = 15, 10 .25 1 = 2.5 (a half goes up), 11 .25 3 = 8.25
     [(10, 3, 7, 13, 27), (10, 2, 10, 100, 200), (3, 1, 5, 9, 15), (4, 1, 1, 10, 3), (4, 1, 3, 11, 8)],
 )

@@ -512,6 +512,14 @@ def test_curvature_is_taken_where_the_step_starts(variant):
         np.testing.assert_allclose((points[2] + points[3]) / 2, w, rtol=0, atol=1e-15)
 
 
+def test_batches_are_fresh_for_every_seed_user_round_and_step():
+    # 5 of 200 examples, in order: two equal draws among these 16 have a probability below 1e-8.
+    fed = federation(make("hf", batch=5), Polynomial(), [np.zeros((200, 3))] * 2, [0.0], seeds=(0, 1))
+    batches = [drawn(fed, user, k, 2, s) for s, user, k in product((0, 1), (0, 1), (0, 3))]
+    for role in ("inner", "outer", "hess"):
+        assert len({tuple(index % 200) for batch in batches for index in batch[role]}) == 16
+
+
 # --- step sizes
 
 

@@ -152,7 +152,10 @@ class Algorithm:
         return {"outer": Draw(self.batch, "outer")}
 
     def local_steps(self, info: Info) -> int | Tensor:
-        """Steps of a user in this round; a tensor where they differ between users."""
+        """Steps of a user in this round: a number, or a tensor where they differ between users.
+
+        The one method that is called for all lanes at once: the tensors of ``info`` lead with L, so use arithmetic by entries.
+        """
         return self.tau
 
     # --- a round
