@@ -4,7 +4,8 @@
 
 ``schedule=cohort``: the active users of a round take tau steps, on the batches that FedAvg would read. Some users train
 more often than others, and a user that was never drawn keeps w_0.
-``schedule=equal``: every user takes round(K r tau) steps in K rounds, the number that a FedAvg user takes on average.
+``schedule=equal``: every user takes round(K tau A / n) steps in K rounds, A of n users being active in a round: the number that a
+FedAvg user takes on average.
 Cold start: a new user has w_0.
 """
 
@@ -37,7 +38,7 @@ class LocalTraining(Algorithm):
     def local_steps(self, info):
         if self.schedule == "cohort":
             return self.tau
-        # Multiples of tau A / n, rounded half up in integers: over K rounds they add up to round(K r tau).
+        # Multiples of tau A / n, rounded half up in integers: over K rounds they add up to round(K tau A / n).
         done = (2 * info.round * self.tau * info.active + info.n) // (2 * info.n)
         after = (2 * (info.round + 1) * self.tau * info.active + info.n) // (2 * info.n)
         return (after - done).to(torch.int64)

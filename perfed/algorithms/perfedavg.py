@@ -219,7 +219,7 @@ class PerFedAvgHF(SecondOrder):
         """H(w) u by the central difference."""
         if self.delta_mode == "relative":
             norm = tree.norm(u)
-            delta = self.delta / torch.clamp(norm, min=torch.finfo(norm.dtype).tiny)
+            delta = self.delta / torch.clamp(norm, min=torch.finfo(norm.dtype).tiny ** 0.5)
         else:
             delta = self.delta
         up = task.grad(tree.axpy(delta, u, w), batch)
