@@ -23,7 +23,7 @@ from perfed.errors import UserError
 from perfed.federate import Federation, Lanes, positions
 from perfed.types import Tree
 
-_CHUNK_NUMBERS = 6_000_000  # input numbers of one scored chunk; bounds the memory of an evaluation
+_CHUNK_NUMBERS = 8_000_000  # inputs and parameters of one scored chunk; bounds the memory of an evaluation
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,13 @@ def evaluate(fed: Federation, protocol: Protocol, part: str = "test") -> Scores:
     order = np.argsort(-test_sizes, kind="stable")  # lanes of like size share a chunk: little padding
     order = order[test_sizes[order] > 0]
     per_example = max(1, int(np.prod(fed.pool.x.shape[1:])))
+    per_model = 3 * sum(value.numel() for value in fed.initial[0].values())  # the model, its gradient, the adapted one
     names: tuple[str, ...] = ()
     correct = loss = np.empty(0)
     done = 0
     while done < len(order):
         width = max(1, int(test_sizes[order[done]]))
-        here = order[done : done + max(1, _CHUNK_NUMBERS // (width * per_example))]
+        here = order[done : done + max(1, _CHUNK_NUMBERS // (width * per_example + per_model))]
         lanes = Lanes(everyone.seed[here], everyone.user[here])
         found = _chunk(fed, protocol, tests, lanes)
         if not names:

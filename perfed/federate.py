@@ -26,6 +26,7 @@ from perfed import tree
 from perfed.algorithms.base import Algorithm, Population, Task
 from perfed.data.partition import Owned, Partition
 from perfed.data.sampling import Draw, cohort, draw, key, uniforms
+from perfed.device import keep_freed_memory
 from perfed.types import Batch, Info, Params, State, Tree
 
 DIVERGED_NORM = 1e6  # a lane is diverged when ||w|| exceeds this many times max(||w_0||, 1)
@@ -149,6 +150,8 @@ class Federation:
         self.diverged = torch.full((len(self.data),), -1, dtype=torch.int64, device=self.device)
         self.times_sampled = np.zeros((len(self.data), users), dtype=np.int64)
         self.costs = [Costs() for _ in self.data]
+        if self.device.type == "cpu":
+            keep_freed_memory()
         if self.compiled:
             torch.compiler.reset()  # jobs of a sweep share the code of the step, and torch bounds the versions it keeps of it
         self._advance = torch.compile(self._step_in_place, dynamic=False) if self.compiled else self._step
@@ -232,11 +235,19 @@ class Federation:
         info = self.info(lanes, k)
         count = len(lanes.user)
         pieces = math.ceil(count / (self.chunk or count))
-        parts = [self._users(down, lanes, info, part, k) for part in np.array_split(np.arange(count), pieces)]
-        uploads, users, steps = tree.map(lambda *ts: torch.cat(ts), *parts)
+        if pieces == 1:
+            uploads, users, steps = self._users(down, lanes, info, k)
+        else:
+            split = [torch.from_numpy(part).to(self.device) for part in np.array_split(np.arange(count), pieces)]
+            parts = [self._users(down, Lanes(lanes.seed[p.cpu()], lanes.user[p.cpu()]), tree.at(info, p), k) for p in split]
+            uploads, users, steps = tree.map(lambda *ts: torch.cat(ts), *parts)
 
         rows = torch.from_numpy(chosen).to(self.device)
-        replies = self._aggregate(tree.at(uploads, rows), tree.at(info, rows))
+
+        def of_cohort(t: Tensor) -> Tensor:  # every lane in its order: a view is enough
+            return t.unflatten(0, chosen.shape) if len(t) == chosen.size else t[rows]
+
+        replies = self._aggregate(tree.map(of_cohort, uploads), tree.map(of_cohort, info))
         if tree.leaves(users):
             kept = tree.at(users, rows.flatten())
             settled = self.map(self.algo.settle, rows.numel(), kept, tree.map(lambda t: t.flatten(0, 1), replies))
@@ -247,11 +258,12 @@ class Federation:
         self.k += 1
         self._check(users, lanes)
 
-    def _users(self, down: Tree, lanes: Lanes, info: dict[str, Tensor], part: np.ndarray, k: int) -> tuple[Tree, Tree, Tensor]:
-        """receive, step, send for the lanes ``part``: (uploads, users, steps taken)."""
-        lanes, info = Lanes(lanes.seed[part], lanes.user[part]), tree.at(info, torch.from_numpy(part).to(self.device))
-        size, seed, user = len(part), torch.from_numpy(lanes.seed).to(self.device), torch.from_numpy(lanes.user).to(self.device)
-        down, kept = tree.at(down, seed), tree.at(self.state.users, seed, user)
+    def _users(self, down: Tree, lanes: Lanes, info: dict[str, Tensor], k: int) -> tuple[Tree, Tree, Tensor]:
+        """receive, step, send for some lanes: (uploads, users, steps taken)."""
+        size, seed, user = len(lanes.user), torch.from_numpy(lanes.seed).to(self.device), torch.from_numpy(lanes.user).to(self.device)
+        alone = len(self.data) == 1  # then all lanes get the same, and a view is enough
+        down = tree.map(lambda t: t.expand(size, *t.shape[1:]) if alone else t.index_select(0, seed), down)
+        kept = tree.at(self.state.users, seed, user)
         local = self.map(lambda d, u, i: self.algo.receive(self.task, d, u, self._info(i)), size, down, kept, info)
         if self.compiled:
             local = tree.map(lambda t: t.clone(memory_format=torch.contiguous_format), local)
@@ -259,10 +271,12 @@ class Federation:
         alike = not torch.is_tensor(steps)
         horizon = steps if alike else int(steps.max())
         index, weight = self.batches(lanes, k, horizon) if horizon else ({}, {})
+        at = torch.arange(horizon, device=self.device)[:, None].repeat(1, size).unbind(0)
+        index, weight = ({role: part.unbind(1) for role, part in parts.items()} for parts in (index, weight))
         for t in range(horizon):
-            here = {**info, "step": torch.full_like(info["step"], t)}
+            here = {**info, "step": at[t]}
             live = None if alike else t < steps
-            local = self._advance(local, *(({r: v[:, t] for r, v in d.items()}) for d in (index, weight)), here, live)
+            local = self._advance(local, {r: v[t] for r, v in index.items()}, {r: v[t] for r, v in weight.items()}, here, live)
             self.step_calls += 1 if self.backend == "vmap" else size
         upload, kept = self.map(lambda d, u, x, i: self.algo.send(self.task, d, u, x, self._info(i)), size, down, kept, local, info)
         return upload, kept, torch.as_tensor(steps).expand(size)

@@ -145,7 +145,7 @@ class Average(ServerOptimizer):
     """w = (1 - lr) w + lr mean; lr = 1 gives the mean itself, without round-off."""
 
     def update(self, target, state, params):
-        return tree.map(lambda w, a: (1 - self.lr) * w + self.lr * a, params, target), state
+        return tree.map(lambda w, a: torch.lerp(w, a, self.lr), params, target), state
 
 
 @register(SERVER, "momentum")

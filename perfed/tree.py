@@ -68,7 +68,7 @@ def norm(x: Tree) -> Tensor:
 def mean(x: Tree, weight: Tensor) -> Tree:
     """sum_a weight_a x_a / sum_a weight_a over the leading axis; weight [A]."""
     share = weight / weight.sum()
-    return map(lambda xi: torch.tensordot(share.to(xi.dtype), xi, dims=1), x)
+    return map(lambda xi: (share.to(xi.dtype) @ xi.reshape(len(xi), -1)).reshape(xi.shape[1:]), x)
 
 
 def at(tree: Tree, *index: Any) -> Tree:
