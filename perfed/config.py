@@ -141,7 +141,7 @@ class Engine:
     backend: str = "auto"
     chunk: Any = "auto"
     compile: Any = "auto"
-    threads: int | None = None
+    threads: int = 1
     dtype: str = "float32"
 
     def __post_init__(self):
@@ -151,7 +151,7 @@ class Engine:
         require(ok, "chunk", self.chunk, "auto or a whole number >= 1")
         self.compile = {"true": True, "false": False}.get(self.compile, self.compile) if isinstance(self.compile, str) else self.compile
         require(self.compile is True or self.compile is False or self.compile == "auto", "compile", self.compile, "auto, true or false")
-        require(self.threads is None or self.threads >= 1, "threads", self.threads, "null or a whole number >= 1")
+        require(self.threads >= 1, "threads", self.threads, "a whole number >= 1")
         _choice("dtype", self.dtype, "float32", "float64")
 
 

@@ -311,9 +311,9 @@ class _Signals:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def _threads(count: int) -> Iterator[None]:
     old = torch.get_num_threads()
-    torch.set_num_threads(count or old)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
