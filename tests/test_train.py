@@ -606,3 +606,10 @@ def test_b38_unknown_names_are_refused(config, wanted):
         config(f"device='{wanted}'")
     text = str(caught.value)
     assert text.startswith("device=") and "auto, cpu, cuda, cuda:0" in text and "\n" not in text
+
+
+def test_b35_threads_move_losses_by_round_off_only(config, plain, tmp_path):
+    """Documented: bytes are equal on one thread count; on another, losses agree to 1e-6."""
+    one, two = (train.run(config(f"engine.threads={count}"), tmp_path / str(count)) for count in (1, 2))
+    assert one.rounds["loss"].to_numpy() == pytest.approx(two.rounds["loss"].to_numpy(), abs=1e-6)
+    assert one.users["times_sampled"].tolist() == two.users["times_sampled"].tolist()
