@@ -24,8 +24,11 @@ def run(*overrides: str, folder: str | None = None) -> Result:
     """
     from perfed import cli, train
     from perfed.config import parse
+    from perfed.errors import require
 
-    return train.run(parse(cli.compose(list(overrides))), folder)
+    config = parse(cli.compose(list(overrides)))
+    require(not config.plan, "plan", config.plan, "false here; perfed.train.plan(config) gives the text")
+    return train.run(config, folder)
 
 
 def load(folder: str) -> Result:

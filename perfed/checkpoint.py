@@ -47,11 +47,16 @@ def restore(path: Path, fed: Federation, identity: str) -> tuple[list[dict[str, 
         raise UserError("run", path, f"damaged ({type(error).__name__}); remove it or start over with force=true") from error
     if content.get("identity") != identity:
         raise UserError("run", path, "belongs to another run; remove it or start over with force=true")
-    fed.state = fed.state._replace(
-        server=tree.restore(fed.state.server, content["server"]), users=tree.restore(fed.state.users, content["users"])
-    )
-    fed.k = content["k"]
-    fed.diverged = content["diverged"].to(fed.device)
-    fed.times_sampled = content["times_sampled"].numpy()
-    fed.costs = [Costs(**cost) for cost in content["costs"]]
-    return content["rows"], content["clock"]
+    before = fed.snapshot()
+    try:
+        fed.state = fed.state._replace(
+            server=tree.restore(fed.state.server, content["server"]), users=tree.restore(fed.state.users, content["users"])
+        )
+        fed.k = content["k"]
+        fed.diverged = content["diverged"].to(fed.device)
+        fed.times_sampled = content["times_sampled"].numpy()
+        fed.costs = [Costs(**cost) for cost in content["costs"]]
+        return content["rows"], content["clock"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        fed.go_back(before)
+        raise UserError("run", path, "has another structure; remove it or start over with force=true") from error

@@ -42,12 +42,13 @@ class Protocol:
         """One sentence for a caption."""
         size = "all" if self.batch is None else f"a batch of {self.batch}"
         if self.support is not None:
+            size = "all" if self.batch is None or self.batch >= self.support else size
             size = f"{size} of the {self.support} support examples" if self.source == "test" else f"{size} of the train data"
             scored = f"scored on the test data without the {self.support} support examples"
         else:
             size, scored = f"{size} of the user's {self.source} data", "scored on all test data of the user"
         again = "" if self.repeats == 1 else f", mean of {self.repeats} draws"
-        return f"protocol {self.label}: each step on {size} (step size {self.lr:g}), {scored}{again}, unweighted mean over users"
+        return f"protocol {self.label}: each step on {size}, {scored}{again}, unweighted mean over users"
 
 
 class Scores(NamedTuple):
@@ -69,6 +70,13 @@ def check(protocol: Protocol, data: list[Owned]) -> None:
             raise UserError(
                 "protocol.support", protocol.support, f"at most {least - 1}: users {small[:10]} have no more test examples than that"
             )
+
+
+def judge(fed: Federation, protocol: Protocol) -> Scores:
+    """:func:`evaluate`, and mark the seeds whose scores are not finite as diverged."""
+    scores = evaluate(fed, protocol)
+    fed.mark(torch.from_numpy(~np.isfinite(scores.loss).all(axis=(1, 2, 3))).to(fed.device))
+    return scores
 
 
 def validate(fed: Federation, protocol: Protocol) -> Scores:

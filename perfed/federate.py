@@ -88,11 +88,14 @@ class Lanes(NamedTuple):
     user: np.ndarray
 
 
-def positions(owned: list[Owned], lanes: Lanes, keys: np.ndarray, what: Draw) -> tuple[np.ndarray, np.ndarray]:
-    """keys [L, T] -> pool positions [L, T, B] and weights [L, T, B] (0 on the padding of users with fewer than B)."""
+def positions(owned: list[Owned], lanes: Lanes, keys: np.ndarray, what: Draw, width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """keys [L, T] -> pool positions [L, T, B] and weights [L, T, B] (0 on the padding of users with fewer than B).
+
+    width: B; default the largest batch among these lanes.
+    """
     start = np.array([owned[s].offsets[u] for s, u in zip(lanes.seed, lanes.user, strict=True)])
     m = np.array([owned[s].offsets[u + 1] for s, u in zip(lanes.seed, lanes.user, strict=True)]) - start
-    width = int(min(what.size, (m - what.start).max()))
+    width = width or int(min(what.size, (m - what.start).max()))
     rows, steps = keys.shape
     index = np.empty((rows, steps, width), dtype=np.int64)
     weight = np.ones((rows, steps, width), dtype=np.float32)
@@ -114,7 +117,8 @@ class Federation:
     """The state of a simulation and how to advance it.
 
     ``initial`` holds the initial parameters of each seed; ``classes`` the number of labels. Public state: ``state`` (its
-    tensors lead with S), ``k`` rounds done, ``costs`` per seed, ``times_sampled`` [S, N], ``diverged`` [S] (round or -1).
+    tensors lead with S), ``k`` rounds done, ``costs`` per seed, ``times_sampled`` [S, N] (rounds in which a user stepped),
+    ``diverged`` [S] (round or -1).
     """
 
     algo: Algorithm
@@ -129,6 +133,7 @@ class Federation:
     compiled: bool = False
 
     k: int = field(default=0, init=False)
+    warning: str | None = field(default=None, init=False)  # why a compiled step was given up
     step_calls: int = field(default=0, init=False)  # calls of the mapped step; does not grow with users or seeds under vmap
 
     def __post_init__(self):
@@ -139,6 +144,8 @@ class Federation:
         labels = self.pool.y.cpu().numpy()
         self.counts = torch.from_numpy(np.stack([d.partition.counts(labels, self.classes) for d in self.data]))
         self.sizes = torch.from_numpy(np.stack([d.partition.train.sizes for d in self.data]))
+        # One batch shape for all rounds: a compiled step is made for one shape.
+        self.largest = max(int(d.partition.train.sizes[d.members].max()) for d in self.data)
         params = [tree.map(lambda t: t.to(self.device, self.dtype), p) for p in self.initial]
         users = self.sizes.shape[1]
         states = [
@@ -196,6 +203,17 @@ class Federation:
         new = self.map(one, len(info["user"]), local, batches, info)
         return new if live is None else tree.where(live, new, local)
 
+    def _guarded(self, *arguments: Any) -> Tree:
+        """One step; where the compiled one fails before it has ever run, the eager one takes its place."""
+        if not self.compiled or self.step_calls:
+            return self._advance(*arguments)
+        try:
+            return self._advance(*arguments)
+        except Exception as error:  # torch wraps compilers' errors in many kinds; an error of the method's own comes again
+            self.compiled, self._advance = False, self._step
+            self.warning = f"warning: not compiled: {error.__class__.__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+            return self._advance(*arguments)
+
     def _step_in_place(self, local: Tree, *rest: Any) -> Tree:
         """The same, writing into the caller's tensors: compiled, this spares a fresh copy of all lanes a step."""
         new = self._step(local, *rest)
@@ -215,7 +233,7 @@ class Federation:
         index, weight = {}, {}
         for role, what in self.algo.draws().items():
             keys = key(seeds[:, None], what.stream, lanes.user[:, None], k, np.arange(steps)[None])
-            i, w = positions(self.train, lanes, keys, what)
+            i, w = positions(self.train, lanes, keys, what, min(what.size, self.largest - what.start))
             index[role] = torch.from_numpy(i).to(self.device)
             weight[role] = torch.from_numpy(w).to(self.device, self.dtype)
         return index, weight
@@ -276,7 +294,7 @@ class Federation:
         for t in range(horizon):
             here = {**info, "step": at[t]}
             live = None if alike else t < steps
-            local = self._advance(local, {r: v[t] for r, v in index.items()}, {r: v[t] for r, v in weight.items()}, here, live)
+            local = self._guarded(local, {r: v[t] for r, v in index.items()}, {r: v[t] for r, v in weight.items()}, here, live)
             self.step_calls += 1 if self.backend == "vmap" else size
         upload, kept = self.map(lambda d, u, x, i: self.algo.send(self.task, d, u, x, self._info(i)), size, down, kept, local, info)
         return upload, kept, torch.as_tensor(steps).expand(size)
@@ -358,7 +376,7 @@ class Federation:
             cost.floats_up += int(self.algo.floats_up(tree.at(uploads, one), self._info(tree.at(info, one)))) * self.active
             cost.steps += taken
             cost.user_rounds += users
-            self.times_sampled[s, active[s]] += 1
+            self.times_sampled[s, lanes.user[mine][steps[mine] > 0]] += 1
 
     # --- measurements that change nothing
 

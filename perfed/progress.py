@@ -46,6 +46,8 @@ class Progress:
         if self.first is None:
             self.first = k - 1
             self.begun = time.monotonic()
+            if self.bar is not None:
+                self.bar.initial = self.first  # a resumed run: earlier rounds say nothing about the time left
         if self.bar is not None:
             self.bar.n = k
             self.bar.update(0)

@@ -10,10 +10,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfed import results, tables
 from perfed.errors import UserError, require
+
+if TYPE_CHECKING:
+    from perfed.config import Config
 
 HELP = """\
 perfed-eval RUN [RUN ...] [KEY=VALUE ...]    score finished runs again, without training
@@ -36,8 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if argv else 1
     try:
         folders = [Path(word) for word in argv if "=" not in word or Path(word).is_dir()]
-        overrides = [word for word in argv if word not in {str(f) for f in folders}]
+        overrides = [word for word in argv if "=" in word and not Path(word).is_dir()]
         require(bool(folders), "run", "", "at least one run folder")
+        for folder in folders:
+            finished(folder)
         done = [rescore(folder, overrides) for folder in folders]
         for folder, run in zip(folders, done, strict=True):
             print(f"{folder.name}: {run.folder}\n\n{tables.plain(tables.run_table(run.result))}")
@@ -76,28 +81,38 @@ def changed(config: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     return OmegaConf.to_container(cfg)
 
 
-def rescore(folder: Path, overrides: Sequence[str]) -> results.Run:
-    """Score the final state of a finished run and store the numbers; an equal request is answered from the folder."""
-    from omegaconf import OmegaConf
-
-    from perfed import train
-    from perfed.config import parse
-    from perfed.evaluate import evaluate
-    from perfed.summary import summary, user_rows
-
-    folder = folder.expanduser()
+def finished(folder: Path) -> results.Run:
+    """The run in ``folder``; raises UserError where there is none that has ended."""
     stored = results.load(folder)
     require(stored.complete, "run", folder, f"has not finished: its status is {stored.status['status']}")
-    config = parse(changed(stored.config, overrides))
+    return stored
+
+
+def rescore(folder: Path, overrides: Sequence[str]) -> results.Run:
+    """Score the final state of a finished run and store the numbers; an equal request is answered from the folder."""
+    from perfed import train
+    from perfed.config import parse
+
+    folder = folder.expanduser()
+    config = parse(changed(finished(folder).config, overrides))
+    with train.threads(config.engine.threads):
+        return _rescored(folder, config)
+
+
+def _rescored(folder: Path, config: Config) -> results.Run:
+    from perfed import train
+    from perfed.evaluate import judge
+    from perfed.summary import summary, user_rows
+
     fed, prepared = train.rebuild(folder, config)
     slug = re.sub(r"[^A-Za-z0-9]+", "_", prepared.protocol.label).strip("_")
     home = folder / f"eval-{slug}-{prepared.identity.hash[:12]}"
     status = results.read_status(home)
     if status is None or status["status"] not in ("DONE", "DIVERGED"):
-        scores = evaluate(fed, prepared.protocol)
+        scores = judge(fed, prepared.protocol)
         result = summary(prepared, fed, scores)
         home.mkdir(exist_ok=True)
-        results.write_text(home / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config.as_dict())))
+        results.write_text(home / "config.yaml", train.stored_yaml(config))
         results.write_csv(home / "users.csv", user_rows(prepared, scores, fed.times_sampled), results.USERS)
         results.write_json(home / "result.json", result)
         results.write_status(home, "DIVERGED" if result["diverged"] else "DONE", identity=prepared.identity.hash, run=folder.name)

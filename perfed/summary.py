@@ -40,6 +40,7 @@ class Prepared:
 
 
 def primary(prepared: Prepared, models: tuple[str, ...]) -> dict[str, Any]:
+    """The cell that stands for the run: the first model, after the most steps."""
     return {"model": models[0], "steps": max(prepared.config.adapt_steps)}
 
 

@@ -257,7 +257,9 @@ def _sweep_caption(runs: list[Run], stated: str) -> str:
         return ""
     counts = sorted({len(run.result["seeds"]) for run in runs})
     seeds = f"{counts[0]} seed{'s' if counts[0] > 1 else ''}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
-    result = runs[0].result
+    result = dict(runs[0].result)
+    if len({run.result.get("protocol_text") for run in runs}) > 1:  # the adaptation batch is a setting of the rows
+        del result["protocol_text"]
     return (
         f"Accuracy in percent{f' ({stated})' if stated else ''}; "
         f"± is the half-width of the 95 % Student-t interval over {seeds} of the unweighted mean over users"

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import threading
@@ -24,14 +25,14 @@ import torch
 from torch import Tensor
 
 from perfed import checkpoint, results, stats, tables, tree
-from perfed.algorithms.base import Task
-from perfed.config import Config
+from perfed.algorithms.base import Population, Task
+from perfed.config import Config, absolute
 from perfed.data.datasets import Dataset, load
 from perfed.data.partition import Partition, SplitConfig, SplitTest, make
 from perfed.data.sampling import cohort_size, generator
 from perfed.device import EAGER_FLOPS, Decision, compiler_works, decide, pick_device
 from perfed.errors import UserError, require
-from perfed.evaluate import Protocol, Scores, adapted_models, check, evaluate, validate
+from perfed.evaluate import Protocol, Scores, adapted_models, check, judge, validate
 from perfed.federate import Federation, SeedData, make_pool
 from perfed.identity import identity
 from perfed.models import build
@@ -81,7 +82,8 @@ class Result:
             self._cache["fed"] = rebuild(self.folder)
         fed, prepared = self._cache["fed"]
         primary = self.summary["primary"]
-        return user_model(fed, prepared, seed, user, model or primary["model"], primary["steps"] if steps is None else steps)
+        with threads(prepared.config.engine.threads):
+            return user_model(fed, prepared, seed, user, model or primary["model"], primary["steps"] if steps is None else steps)
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,12 @@ def prepare(config: Config) -> Prepared:
         initial.append(build(config.model, dataset.shape, classes, generator(of_init, "init")))
     _named("algo", lambda: config.algo.check(config.engine.dtype))
     _disjoint(config, partitions)
+    held = all(p.val.sizes[p.seen].any() for p in partitions)
+    require(held or config.split.val == 0, "split.val", config.split.val, "0, or a share that gives at least one user a validation example")
     _adapted(config.adapt.layers, config.model, initial[0])
     protocol = resolve(config, config.algo)
     check(protocol, [p.test for p in partitions])
-    decision = _decide(config, device, dataset, initial[0], notes)
+    decision = _decide(config, device, dataset, initial[0], config.seeds * _active(config, partitions), notes)
     return Prepared(config, identity(config, dataset.fingerprint), dataset, partitions, initial, protocol, decision)
 
 
@@ -175,27 +179,29 @@ def _adapted(layers: str | list[str], model: Any, params: Params) -> frozenset[s
 
 def _flops(config: Config, params: Params, lanes: int) -> float:
     """A rough count for the training: 6 d B for each gradient evaluation."""
-    gradients = sum(1 for _ in config.algo.draws()) + 1
-    return 6.0 * tree.numel(params) * config.algo.batch * lanes * config.algo.tau * config.rounds * gradients
+    batches = len(config.algo.draws())
+    gradients = batches if batches < 3 else batches + 1  # a third batch feeds two gradients, or a Hessian product
+    examples = max(d.size for d in config.algo.draws().values()) * lanes * config.algo.tau * config.rounds
+    return 6.0 * tree.numel(params) * examples * gradients
 
 
-def _lanes(config: Config) -> int:
-    return config.seeds * cohort_size(config.n, config.r)
+def _active(config: Config, partitions: list[Partition]) -> int:
+    return cohort_size(int(partitions[0].seen.sum()), config.r)
 
 
 def _lane_bytes(config: Config, dataset: Dataset, params: Params) -> int:
     size = 8 if config.engine.dtype == "float64" else 4
-    inputs = int(np.prod(dataset.shape)) * config.algo.batch * len(config.algo.draws())
+    inputs = int(np.prod(dataset.shape)) * sum(d.size for d in config.algo.draws().values())
     return size * (8 * tree.numel(params) + 3 * inputs)
 
 
-def _decide(config: Config, device: torch.device, dataset: Dataset, params: Params, notes: list[str]) -> Decision:
+def _decide(config: Config, device: torch.device, dataset: Dataset, params: Params, lanes: int, notes: list[str]) -> Decision:
     made = decide(
         config.engine,
         device,
         vmap_pays_on_cpu=config.model.vmap_pays_on_cpu,
         model=config.model.name,
-        flops=_flops(config, params, _lanes(config)),
+        flops=_flops(config, params, lanes),
         lane_bytes=_lane_bytes(config, dataset, params),
     )
     return replace(made, notes=(*notes, *made.notes))
@@ -231,9 +237,10 @@ def plan(config: Config) -> str:
     prepared = prepare(config)
     params = prepared.initial[0]
     size = 8 if config.engine.dtype == "float64" else 4
-    lanes = _lanes(config)
+    active = _active(config, prepared.partitions)
+    lanes = config.seeds * active
     chunk = min(lanes, prepared.decision.chunk or lanes)
-    state = config.seeds * tree.numel(params) * size
+    state = config.seeds * size * _state_numbers(config, prepared)
     memory = prepared.dataset.x.nbytes + 3 * state + chunk * _lane_bytes(config, prepared.dataset, params)
     seconds = _flops(config, params, lanes) / EAGER_FLOPS
     names, counts = prepared.partitions[0].table(prepared.dataset.y, len(prepared.dataset.classes))
@@ -247,13 +254,21 @@ def plan(config: Config) -> str:
     drawn = f"picture: {picture}" if _draw_plan(picture, integers(counts[shown]), names[shown], prepared.dataset.classes) else "no picture"
     return (
         f"{prepared.identity.name}\n"
-        f"  {config.n} users, {cohort_size(config.n, config.r)} active a round, {config.seeds} seeds: {lanes} lanes; "
+        f"  {config.n} users, {active} active a round, {config.seeds} seeds: {lanes} lanes; "
         f"{config.rounds} rounds of {config.algo.tau} steps; {tree.numel(params):,} parameters\n"
         f"  device {prepared.decision.device}, backend {prepared.decision.backend}"
         f"{', compiled' if prepared.decision.compiled else ''}; about {memory / 2**20:,.0f} MiB beside torch itself, "
         f"roughly {seconds / 60:.1f} min of training on one CPU core\n"
         f"  {prepared.protocol.text()}\n\n{tables.plain(table)}  {drawn}\n"
     )
+
+
+def _state_numbers(config: Config, prepared: Prepared) -> int:
+    """Numbers that one seed keeps from round to round: the server's, and what each of the n users has."""
+    task = Task(config.model, config.optimizer, config.server)
+    counts = torch.from_numpy(prepared.partitions[0].counts(prepared.dataset.y, len(prepared.dataset.classes))[:1])
+    one = config.algo.init(task, prepared.initial[0], Population(1, 1, counts.sum(1), counts))
+    return tree.numel(one.server) + config.n * tree.numel(one.users)
 
 
 def _draw_plan(path: Path, counts: np.ndarray, names: list[str], classes: tuple[str, ...]) -> bool:
@@ -311,7 +326,8 @@ class _Signals:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
+def threads(count: int) -> Iterator[None]:
+    """Run with so many CPU threads."""
     old = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -335,13 +351,16 @@ def run(config: Config, folder: Path | str | None = None) -> Result:
     if before is not None:
         return before
     prepared = prepare(config)
-    with results.Claim(folder), _threads(config.engine.threads), _Signals() as signals:
+    with results.Claim(folder), threads(config.engine.threads), _Signals() as signals:
         before = _finished(folder) if not config.force else None  # another process may have ended it meanwhile
         if before is not None:
             return before
         with results.open_log(folder) as log:
             try:
-                return _run(prepared, folder, log, signals, started)
+                if config.force:
+                    for stale in folder.glob("eval-*"):
+                        shutil.rmtree(stale)
+                result = _run(prepared, folder, log, signals, started)
             except UserError:
                 raise
             except Exception:
@@ -349,6 +368,8 @@ def run(config: Config, folder: Path | str | None = None) -> Result:
                 log.write(text)
                 results.write_status(folder, "FAILED", identity=who.hash, traceback=text)
                 raise
+        signals.check()  # a signal that came while the end was being written still ends a sweep
+        return result
 
 
 def _finished(folder: Path) -> Result | None:
@@ -364,7 +385,7 @@ def _run(prepared: Prepared, folder: Path, log: TextIO, signals: _Signals, start
         notes = (*prepared.decision.notes, f"warning: not compiled: {problem}")
         prepared = replace(prepared, decision=replace(prepared.decision, compiled=False, notes=notes))
     config, who = prepared.config, prepared.identity
-    results.write_text(folder / "config.yaml", _yaml(config))
+    results.write_text(folder / "config.yaml", stored_yaml(config))
     results.write_status(folder, "RUNNING", identity=who.hash)
     for seed, partition in zip(config.seed_values, prepared.partitions, strict=True):
         partition.save(folder / f"partition-seed{seed}.npz")
@@ -390,10 +411,12 @@ def _run(prepared: Prepared, folder: Path, log: TextIO, signals: _Signals, start
             if fed.device.type == "cuda":
                 torch.cuda.synchronize(fed.device)
             clock["train" if warm else "compile"] += time.perf_counter() - tick
+            if not warm and fed.warning:
+                progress.say(fed.warning)
             warm = True
             if fed.k % config.eval_every == 0 or fed.k == config.rounds:
                 scores = _measure(fed, prepared, rows, clock)
-                progress.scored(_headline(rows, prepared))
+                progress.scored(_headline(rows, scores))
             progress.round(fed.k)
         whole = fed.snapshot(), len(rows)
         signals.check()
@@ -406,25 +429,29 @@ def _run(prepared: Prepared, folder: Path, log: TextIO, signals: _Signals, start
         fed.go_back(whole[0])
         del rows[whole[1] :]
         checkpoint.save(folder / "state.pt", fed, who.hash, rows, clock)
-        results.write_csv(folder / "rounds.csv", rows, results.ROUNDS)
+        _write_rounds(folder, rows)
         results.write_status(folder, "INTERRUPTED", identity=who.hash, round=fed.k)
-        progress.say(f"interrupted after round {fed.k} of {config.rounds}; the same command goes on from there")
+        again = "the same command without force=true" if config.force else "the same command"
+        progress.say(f"interrupted after round {fed.k} of {config.rounds}; {again} goes on from there")
         raise
     finally:
         progress.close()
 
 
-def _yaml(config: Config) -> str:
+def stored_yaml(config: Config) -> str:
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(config.as_dict()))
+    stored = config.as_dict()
+    for group in ("dataset", "partition"):  # the run folder may be opened from anywhere
+        if stored[group].get("path"):
+            stored[group]["path"] = str(absolute(stored[group]["path"]))
+    return OmegaConf.to_yaml(OmegaConf.create(stored))
 
 
 def _measure(fed: Federation, prepared: Prepared, rows: list[dict[str, Any]], clock: dict[str, float]) -> Scores:
     """Evaluate, and add the rows of this round."""
     tick = time.perf_counter()
-    scores = evaluate(fed, prepared.protocol)
-    fed.mark(torch.from_numpy(~np.isfinite(scores.loss).all(axis=(1, 2, 3))).to(fed.device))
+    scores = judge(fed, prepared.protocol)
     measured = fed.diagnose()
     held = validate(fed, prepared.protocol).correct if prepared.config.split.val > 0 else None
     for s, seed in enumerate(prepared.config.seed_values):
@@ -445,7 +472,7 @@ def _measure(fed: Federation, prepared: Prepared, rows: list[dict[str, Any]], cl
                             "accuracy": float(accuracy.mean()),
                             "loss": float(scores.loss[s, who, j, i].mean()),
                             "worst10": float(stats.worst(accuracy)),
-                            "val_accuracy": None if held is None else float(np.nanmean(held[s, who, j, i])),
+                            "val_accuracy": None if held is None else _mean(held[s, who, j, i]),
                             "grad_evals": cost.grads,
                             "hvps": cost.hvps,
                             "floats_down": cost.floats_down,
@@ -457,11 +484,22 @@ def _measure(fed: Federation, prepared: Prepared, rows: list[dict[str, Any]], cl
     return scores
 
 
-def _headline(rows: list[dict[str, Any]], prepared: Prepared) -> str:
+def _mean(values: np.ndarray) -> float | None:
+    """Mean of the numbers among them; None where there is none."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def _headline(rows: list[dict[str, Any]], scores: Scores) -> str:
     """``accuracy 56.1 -> 92.0 %``: before and after adaptation, mean over seeds, of the last evaluation."""
-    last = [r for r in rows if r["round"] == rows[-1]["round"] and r["seen"] and r["model"] == rows[-1]["model"]]
-    means = [100 * float(np.mean([r["accuracy"] for r in last if r["steps"] == steps])) for steps in (0, max(prepared.protocol.steps))]
+    last = [r for r in rows if r["round"] == rows[-1]["round"] and r["seen"] and r["model"] == scores.models[0]]
+    means = [100 * float(np.mean([r["accuracy"] for r in last if r["steps"] == steps])) for steps in (0, max(scores.steps))]
     return "accuracy " + " -> ".join(f"{m:.1f}" for m in dict.fromkeys(means)) + " %"
+
+
+def _write_rounds(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """rounds.csv; a method's own diagnostics follow the columns that all methods have."""
+    results.write_csv(folder / "rounds.csv", rows, list(dict.fromkeys([*results.ROUNDS, *(name for row in rows for name in row)])))
 
 
 def _write(
@@ -478,13 +516,14 @@ def _write(
 
     progress.close()
     result = summary(prepared, fed, scores, rows)
-    results.write_csv(folder / "rounds.csv", rows, results.ROUNDS)
+    _write_rounds(folder, rows)
     results.write_csv(folder / "users.csv", user_rows(prepared, scores, fed.times_sampled), results.USERS)
     checkpoint.save(folder / "final.pt", fed, prepared.identity.hash, [], {})
     results.write_json(folder / "result.json", result)
     peak = _peak_memory(fed.device)
-    timing = [{"phase": name, "seconds": round(value, 3)} for name, value in clock.items()]
-    results.write_csv(folder / "timing.csv", [*timing, {"phase": "peak_memory_mib", "seconds": round(peak, 1)}], ["phase", "seconds"])
+    timing = [{"what": name, "value": round(value, 3), "unit": "s"} for name, value in clock.items()]
+    timing.append({"what": "peak memory", "value": round(peak, 1), "unit": "MiB"})
+    results.write_csv(folder / "timing.csv", timing, ["what", "value", "unit"])
     results.write_status(folder, "RUNNING", identity=prepared.identity.hash)
     for line in write_report(folder):
         progress.say("warning: " + line)
