@@ -18,7 +18,8 @@ must hold the same weights after one round, to 1e-4 and to 0.1 % of the distance
     idiomatic    nn.Module and torch.optim.SGD in a Python loop over users, as most public code has it
     fastest      the fastest eager loop: torch.autograd.grad on leaf tensors, torch._foreach_add_, data on the device
 
-Columns. Times are medians over the repeats (least - most); in a repeat each contender runs one round in turn. Ratios are
+Columns. Times are medians over the repeats (least - most); in a repeat each contender
+in turn runs one round to warm up and one that counts. Ratios are
 ratios of medians (least - most of the ratios within a repeat). ``compile`` is the first round less a later one, from an
 empty compiler cache. ``evaluate`` scores all users before and after one step, protocol clean. ``draws`` is the time of
 Federation.batches as a share of the round. ``of SGEMM`` relates the gradients' floating-point operations (counted by hand:
@@ -344,6 +345,7 @@ def measure(work: Workload, name: str, repeats: int, compiled: bool, eager: bool
     evaluate(fed, work.protocol())
     for _ in range(repeats):
         for label, contender in contenders.items():
+            contender.round()  # after another contender's rounds the caches are cold; in a run they are not
             times.rounds[label].append(work.timed(contender.round))
         lanes = Lanes(np.zeros(work.active, np.int64), fed.cohorts(fed.k)[0])
         times.draws.append(work.timed(lambda: fed.batches(lanes, fed.k, work.tau)) / times.rounds["engine"][-1])  # noqa: B023

@@ -120,3 +120,7 @@ def test_every_option_has_a_line_of_its_own():
     for group in ("algo", "dataset", "model", "protocol", "experiment"):
         for path in (conf_dir() / group).glob("*.yaml"):
             assert path.stem in text, f"{group}={path.stem}"
+
+
+def test_nothing_is_left_to_be_filled_in():
+    assert "@@" not in README

@@ -391,6 +391,7 @@ def unbroken(config, plain, tmp_path):
 @pytest.mark.parametrize("algo, after", [("perfedavg_fo", 1), ("perfedavg_fo", 3), ("local", 4), ("perfedavg_fo", 6)])
 def test_an_interrupted_run_goes_on_bit_for_bit(config, unbroken, monkeypatch, tmp_path, algo, after):
     whole = unbroken(f"algo={algo}")
+    handler = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
         interrupt(patch, after)
         with pytest.raises(train.Interrupted) as caught:
@@ -398,7 +399,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(config, unbroken, monkeypatch, t
     assert caught.value.number == signal.SIGINT and isinstance(caught.value, KeyboardInterrupt)
     folder = tmp_path / "cut"
     assert status(folder)["status"] == "INTERRUPTED" and status(folder)["round"] == after and (folder / "state.pt").is_file()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     calls = []
     with monkeypatch.context() as patch:
         advance = Federation.round
@@ -615,3 +616,43 @@ def test_b35_threads_move_losses_by_round_off_only(config, plain, tmp_path):
     one, two = (train.run(config(f"engine.threads={count}"), tmp_path / str(count)) for count in (1, 2))
     assert one.rounds["loss"].to_numpy() == pytest.approx(two.rounds["loss"].to_numpy(), abs=1e-6)
     assert one.users["times_sampled"].tolist() == two.users["times_sampled"].tolist()
+
+
+def test_a_compiler_that_does_not_work_costs_a_warning(config, plain, monkeypatch):
+    monkeypatch.setattr("perfed.train.compiler_works", lambda device: "CppCompileError: no headers")
+    done = train.run(config("engine.compile=true"))
+    assert done.status == "DONE"
+    assert "warning: not compiled: CppCompileError: no headers" in (done.folder / "log.txt").read_text()
+
+
+def test_a_step_that_does_not_compile_runs_eagerly(config, plain, monkeypatch, tmp_path):
+    def broken(step, **_):
+        def compiled(*arguments):
+            raise RuntimeError("cannot lower this step\nand more")
+
+        return compiled
+
+    monkeypatch.setattr("perfed.train.compiler_works", lambda device: None)
+    monkeypatch.setattr(torch, "compile", broken)
+    eager = train.run(config(), tmp_path / "eager")
+    done = train.run(config("engine.compile=true"), tmp_path / "compiled")
+    assert "warning: not compiled: RuntimeError: cannot lower this step" in (done.folder / "log.txt").read_text()
+    assert content(done.folder) == content(eager.folder)
+
+
+def test_validation_selects_a_round_without_test_data(config, plain):
+    """The chosen round is the first with the highest validation accuracy of each seed; its test accuracy is reported."""
+    done = train.run(config("split.val=0.25", "eval_every=1", "seeds=2"))
+    best, rounds = done.summary["best_on_validation"], done.rounds
+    primary = rounds[(rounds["steps"] == 1) & rounds["seen"]]
+    expected = []
+    for seed, chosen in zip((0, 1), best["rounds"], strict=True):
+        mine = primary[primary["seed"] == seed].set_index("round")
+        assert chosen == mine["val_accuracy"].idxmax()
+        expected.append(mine.loc[chosen, "accuracy"])
+    assert best["mean"] == pytest.approx(sum(expected) / 2)
+
+
+def test_a_validation_share_that_gives_nobody_an_example_is_refused(config):
+    with pytest.raises(UserError, match="split.val=0.001: 0, or a share that gives"):
+        train.prepare(config("split.val=0.001"))
