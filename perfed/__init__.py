@@ -36,8 +36,6 @@ def load(folder: str) -> Result:
     from pathlib import Path
 
     from perfed import results, tables, train
-    from perfed.errors import require
 
-    stored = results.load(folder)
-    require(stored.complete, "folder", folder, f"has not finished: its status is {stored.status['status']}")
+    stored = results.finished(folder, "folder")
     return train.Result(Path(folder).expanduser(), "finished before", tables.plain(tables.run_table(stored.result)))

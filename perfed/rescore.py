@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         overrides = [word for word in argv if "=" in word and not Path(word).is_dir()]
         require(bool(folders), "run", "", "at least one run folder")
         for folder in folders:
-            finished(folder)
+            results.finished(folder)
         done = [rescore(folder, overrides) for folder in folders]
         for folder, run in zip(folders, done, strict=True):
             print(f"{folder.name}: {run.folder}\n\n{tables.plain(tables.run_table(run.result))}")
@@ -81,20 +81,13 @@ def changed(config: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     return OmegaConf.to_container(cfg)
 
 
-def finished(folder: Path) -> results.Run:
-    """The run in ``folder``; raises UserError where there is none that has ended."""
-    stored = results.load(folder)
-    require(stored.complete, "run", folder, f"has not finished: its status is {stored.status['status']}")
-    return stored
-
-
 def rescore(folder: Path, overrides: Sequence[str]) -> results.Run:
     """Score the final state of a finished run and store the numbers; an equal request is answered from the folder."""
     from perfed import train
     from perfed.config import parse
 
     folder = folder.expanduser()
-    config = parse(changed(finished(folder).config, overrides))
+    config = parse(changed(results.finished(folder).config, overrides))
     with train.threads(config.engine.threads):
         return _rescored(folder, config)
 

@@ -304,3 +304,10 @@ def load(folder: Path | str) -> Run:
     result = read_json(folder / "result.json")
     require(result is not None or not (folder / "result.json").is_file(), "run", folder, "result.json is damaged")
     return Run(folder, status, config, result)
+
+
+def finished(folder: Path | str, key: str = "run") -> Run:
+    """:func:`load` of a run that has ended; raises UserError under ``key`` for any other."""
+    run = load(folder)
+    require(run.complete, key, folder, f"has not finished: its status is {run.status['status']}")
+    return run

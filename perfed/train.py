@@ -524,7 +524,6 @@ def _write(
     timing = [{"what": name, "value": round(value, 3), "unit": "s"} for name, value in clock.items()]
     timing.append({"what": "peak memory", "value": round(peak, 1), "unit": "MiB"})
     results.write_csv(folder / "timing.csv", timing, ["what", "value", "unit"])
-    results.write_status(folder, "RUNNING", identity=prepared.identity.hash)
     for line in write_report(folder):
         progress.say("warning: " + line)
     (folder / "state.pt").unlink(missing_ok=True)
@@ -558,8 +557,7 @@ def rebuild(folder: Path | str, config: Config | None = None) -> tuple[Federatio
     Raises UserError where the run has not finished, or its data have changed since.
     """
     folder = Path(folder)
-    stored = results.load(folder)
-    require(stored.complete, "run", folder, f"has not finished: its status is {stored.status['status']}")
+    stored = results.finished(folder)
     own = stored_config(folder)
     prepared = prepare(config or own)
     changed = prepared.dataset.fingerprint != stored.result["data"]
