@@ -36,7 +36,7 @@ class Protocol:
     batch: int | None
     repeats: int
     steps: tuple[int, ...]
-    lr: float
+    lr: float | None  # None: the step that the method learned
 
     def text(self) -> str:
         """One sentence for a caption."""
@@ -99,12 +99,12 @@ def evaluate(fed: Federation, protocol: Protocol, part: str = "test") -> Scores:
     per_model = 3 * sum(value.numel() for value in fed.initial[0].values())  # the model, its gradient, the adapted one
     names: tuple[str, ...] = ()
     correct = loss = np.empty(0)
-    done = 0
+    done, shown = 0, fed.shown()
     while done < len(order):
         width = max(1, int(test_sizes[order[done]]))
         here = order[done : done + max(1, _CHUNK_NUMBERS // (width * per_example + per_model))]
         lanes = Lanes(everyone.seed[here], everyone.user[here])
-        found = _chunk(fed, protocol, tests, lanes)
+        found = _chunk(fed, protocol, tests, lanes, shown)
         if not names:
             names = tuple(found)
             correct = np.full((seeds * users, len(names), len(protocol.steps)), np.nan)
@@ -117,11 +117,11 @@ def evaluate(fed: Federation, protocol: Protocol, part: str = "test") -> Scores:
     return Scores(names, protocol.steps, correct.reshape(shape), loss.reshape(shape), n_scored.reshape(seeds, users))
 
 
-def _chunk(fed: Federation, protocol: Protocol, tests: list[Owned], lanes: Lanes) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _chunk(fed: Federation, protocol: Protocol, tests: list[Owned], lanes: Lanes, shown: Tree) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """{model: (correct, loss)}, each [L, steps], for some lanes."""
     size = len(lanes.user)
     seed, user = (torch.from_numpy(part).to(fed.device) for part in lanes)
-    models = fed.map(fed.algo.candidates, size, tree.at(fed.state.server, seed), tree.at(fed.state.users, seed, user))
+    models = fed.map(fed.algo.candidates, size, tree.at(shown, seed), fed.users_at(seed, user))
     sums = {name: torch.zeros(2, size, len(protocol.steps), dtype=torch.float64) for name in models}
     fixed = None if protocol.support is not None else _scored(fed, tests, lanes, None)
     for repeat in range(protocol.repeats):
@@ -146,7 +146,7 @@ def adapted_models(fed: Federation, protocol: Protocol, s: int, user: int, steps
     tests = [d.partition.test for d in fed.data]
     support = _support(fed, protocol, tests, lanes, 0)
     out = {}
-    for name, params in fed.algo.candidates(tree.at(fed.state.server, s), tree.at(fed.state.users, s, user)).items():
+    for name, params in fed.algo.candidates(tree.at(fed.shown(), s), fed.users_at(s, user)).items():
         carry = fed.algo.adapt_init(fed.task, params)
         for t in range(steps):
             batch = tree.at(_adaptation(fed, protocol, tests, lanes, support, 0, t), 0)

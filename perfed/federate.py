@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from perfed import tree
-from perfed.algorithms.base import Algorithm, Population, Task
+from perfed.algorithms.base import Algorithm, Down, Population, Task
 from perfed.data.partition import Owned, Partition
-from perfed.data.sampling import Draw, cohort, draw, key, uniforms
+from perfed.data.sampling import Draw, cohort, draw, key, permuted, uniforms
 from perfed.device import keep_freed_memory
 from perfed.types import Batch, Info, Params, State, Tree
 
@@ -70,11 +70,16 @@ class SeedData(NamedTuple):
 
 @dataclass
 class Costs:
-    """What was computed and sent, counted over all users of one seed."""
+    """What was computed and sent, counted over all users of one seed.
+
+    ``full_passes``: how often a user read all his data at once (each is one of the gradients or losses too). A gradient on
+    the pooled batch of A users counts as A.
+    """
 
     grads: int = 0
     hvps: int = 0
     losses: int = 0
+    full_passes: int = 0
     floats_down: int = 0
     floats_up: int = 0
     steps: int = 0
@@ -88,10 +93,12 @@ class Lanes(NamedTuple):
     user: np.ndarray
 
 
-def positions(owned: list[Owned], lanes: Lanes, keys: np.ndarray, what: Draw, width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+def positions(
+    owned: list[Owned], lanes: Lanes, keys: np.ndarray, what: Draw, width: int | None = None, orders: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """keys [L, T] -> pool positions [L, T, B] and weights [L, T, B] (0 on the padding of users with fewer than B).
 
-    width: B; default the largest batch among these lanes.
+    width: B; default the largest batch among these lanes. orders [L]: keys of the order in which a draw with ``part`` is cut.
     """
     start = np.array([owned[s].offsets[u] for s, u in zip(lanes.seed, lanes.user, strict=True)])
     m = np.array([owned[s].offsets[u + 1] for s, u in zip(lanes.seed, lanes.user, strict=True)]) - start
@@ -101,8 +108,12 @@ def positions(owned: list[Owned], lanes: Lanes, keys: np.ndarray, what: Draw, wi
     weight = np.ones((rows, steps, width), dtype=np.float32)
     for size in np.unique(m):
         lane = np.nonzero(m == size)[0]
-        local = draw(keys[lane].ravel(), int(size), what).reshape(len(lane), steps, -1)
+        low, high = what.bounds(int(size))
+        local = low + draw(keys[lane].ravel(), high - low, what).reshape(len(lane), steps, -1)
         got = local.shape[2]
+        if what.part is not None:
+            order = permuted(orders[lane], int(size), int(size))
+            local = np.take_along_axis(order, local.reshape(len(lane), -1), axis=1).reshape(local.shape)
         index[lane, :, :got] = local + start[lane, None, None]
         index[lane, :, got:] = start[lane, None, None]
         weight[lane, :, got:] = 0
@@ -131,6 +142,7 @@ class Federation:
     backend: str = "vmap"
     chunk: int | None = None
     compiled: bool = False
+    state_device: torch.device | None = None  # where the users' state lies; None: with everything else
 
     k: int = field(default=0, init=False)
     warning: str | None = field(default=None, init=False)  # why a compiled step was given up
@@ -139,23 +151,22 @@ class Federation:
     def __post_init__(self):
         self.n = len(self.data[0].members)
         self.device = self.pool.y.device
+        self.state_device = self.state_device or self.device
         self.dtype = self.pool.scale.dtype
         self.train = [d.partition.train for d in self.data]
         labels = self.pool.y.cpu().numpy()
         self.counts = torch.from_numpy(np.stack([d.partition.counts(labels, self.classes) for d in self.data]))
         self.sizes = torch.from_numpy(np.stack([d.partition.train.sizes for d in self.data]))
+        self._trained_on = self._whole() if self.algo.trains == "pooled" else (self.train, self.sizes, self.counts)
         # One batch shape for all rounds: a compiled step is made for one shape.
-        self.largest = max(int(d.partition.train.sizes[d.members].max()) for d in self.data)
+        everyone = self._trained_on[1] if self.algo.trains == "pooled" else [self.sizes[s][d.members] for s, d in enumerate(self.data)]
+        self.largest = max(int(sizes.max()) for sizes in everyone)
         params = [tree.map(lambda t: t.to(self.device, self.dtype), p) for p in self.initial]
-        users = self.sizes.shape[1]
-        states = [
-            self.algo.init(self.task, p, Population(users, self.active, self.sizes[s], self.counts[s])) for s, p in enumerate(params)
-        ]
-        self.state: State = tree.stack(states)
+        self.state = self._initial_state(params)
         norms = torch.stack([tree.norm(p) for p in params])
         self.limit = DIVERGED_NORM * norms.clamp(min=1.0)
         self.diverged = torch.full((len(self.data),), -1, dtype=torch.int64, device=self.device)
-        self.times_sampled = np.zeros((len(self.data), users), dtype=np.int64)
+        self.times_sampled = np.zeros(tuple(self.sizes.shape), dtype=np.int64)
         self.costs = [Costs() for _ in self.data]
         if self.device.type == "cpu":
             keep_freed_memory()
@@ -163,6 +174,38 @@ class Federation:
             torch.compiler.reset()  # jobs of a sweep share the code of the step, and torch bounds the versions it keeps of it
         self._advance = torch.compile(self._step_in_place, dynamic=False) if self.compiled else self._step
         self._price: dict[str, Counter] | None = None
+        self._overwritten: tuple | None = None  # (seed, user, rows) of the users' state before this round wrote to it
+
+    def _whole(self) -> tuple[list[Owned], Tensor, Tensor]:
+        """The data of all members as those of one user."""
+        index = [np.concatenate([d.partition.train.of(u) for u in d.members]) for d in self.data]
+        counts = torch.stack([self.counts[s][d.members].sum(0) for s, d in enumerate(self.data)])
+        sizes = torch.tensor([len(i) for i in index])
+        return [Owned(i, np.array([0, len(i)])) for i in index], sizes[:, None], counts[:, None]
+
+    def _initial_state(self, params: list[Params]) -> State:
+        """Stacked over seeds; the users' part is written once, where it is to lie."""
+        servers, users, count = [], (), len(params)
+        for s, (p, d) in enumerate(zip(params, self.data, strict=True)):
+            members = torch.zeros(self.sizes.shape[1], dtype=torch.bool)
+            members[d.members] = True
+            who = Population(self.sizes.shape[1], self.active, self.sizes[s], self.counts[s], members, d.sampling)
+            one = self.algo.init(self.task, p, who)
+            servers.append(one.server)
+            if s == 0:
+                users = tree.map(lambda t: torch.empty((count, *t.shape), dtype=t.dtype, device=self.state_device), one.users)
+            for to, value in zip(tree.leaves(users), tree.leaves(one.users), strict=True):
+                to[s].copy_(value)
+        return State(tree.map(lambda t: t.to(self.device), tree.stack(servers)), users)
+
+    def users_at(self, seed: Any, user: Any) -> Tree:
+        """The state of some users, on the device. Integers, or index tensors [L]."""
+        where = tuple(i.to(self.state_device) if torch.is_tensor(i) else i for i in (seed, user))
+        return tree.map(lambda t: t[where].to(self.device), self.state.users)
+
+    def shown(self) -> Tree:
+        """What the method shows of the server to those who judge it; leads with S."""
+        return self.map_method("shown", len(self.data), self.state.server)
 
     # --- mapping over lanes
 
@@ -172,18 +215,27 @@ class Federation:
             return tree.stack([f(*tree.at(trees, i)) for i in range(size)])
         return vmap(lambda _, *args: f(*args))(torch.arange(size, device=self.device), *trees)
 
+    def map_method(self, name: str, size: int, *trees: Tree) -> Tree:
+        """A method that takes trees alone. The defaults only rearrange trees, so they take all lanes at once, as they are."""
+        method = getattr(self.algo, name)
+        default = getattr(type(self.algo), name) is getattr(Algorithm, name)
+        return method(*trees) if default else self.map(method, size, *trees)
+
     def info(self, lanes: Lanes, k: int) -> dict[str, Tensor]:
         """The tensors of Info for each lane, [L, ...]."""
-        u = np.array([uniforms(key(d.sampling, "tk", k), 1)[0] for d in self.data])
-        t_k = torch.from_numpy((u * self.algo.tau).astype(np.int64))[lanes.seed]
+        _, sizes, counts = self._trained_on
+        seeds = np.array([d.sampling for d in self.data])
+        common = uniforms(np.stack([key(seeds, name, k) for name in ("tk", "coin")]), 1)[..., 0][:, lanes.seed]
         user = torch.from_numpy(lanes.user)
         fields = {
             "user": user,
             "round": torch.full_like(user, k),
             "step": torch.zeros_like(user),
-            "m": self.sizes[lanes.seed, lanes.user],
-            "counts": self.counts[lanes.seed, lanes.user],
-            "t_k": t_k,
+            "m": sizes[lanes.seed, lanes.user],
+            "counts": counts[lanes.seed, lanes.user],
+            "t_k": torch.from_numpy((common[0] * self.algo.tau).astype(np.int64)),
+            "coin": torch.from_numpy(common[1]),
+            "chance": torch.from_numpy(uniforms(key(seeds[lanes.seed], "chance", lanes.user, k), 1)[..., 0]),
         }
         return {name: value.to(self.device) for name, value in fields.items()}
 
@@ -196,8 +248,7 @@ class Federation:
         batches = {role: self.pool.batch(index[role], weight[role]) for role in index}
 
         def one(local: Tree, batches: dict[str, Batch], info: dict[str, Tensor]) -> Tree:
-            if self.backend == "loop":  # padding is last
-                batches = {role: Batch(*(part[: int(b.weight.sum())] for part in b)) for role, b in batches.items()}
+            batches = {role: self._trimmed(b) for role, b in batches.items()}
             return self.algo.step(self.task, local, batches, self._info(info))
 
         new = self.map(one, len(info["user"]), local, batches, info)
@@ -229,60 +280,92 @@ class Federation:
 
     def batches(self, lanes: Lanes, k: int, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Pool positions and weights of ``steps`` steps: {role: [L, T, B]}."""
+        owned, _, _ = self._trained_on
         seeds = np.array([d.sampling for d in self.data])[lanes.seed]
+        orders = key(seeds, "part", lanes.user)
+        at = np.array([self.algo.stream_step(t) for t in range(steps)])
         index, weight = {}, {}
-        for role, what in self.algo.draws().items():
-            keys = key(seeds[:, None], what.stream, lanes.user[:, None], k, np.arange(steps)[None])
-            i, w = positions(self.train, lanes, keys, what, min(what.size, self.largest - what.start))
+        for role, what in self.algo.draws(self.active).items():
+            keys = key(seeds[:, None], what.stream, lanes.user[:, None], k, at[None])
+            i, w = positions(owned, lanes, keys, what, min(what.size, self.largest - what.start), orders)
             index[role] = torch.from_numpy(i).to(self.device)
             weight[role] = torch.from_numpy(w).to(self.device, self.dtype)
         return index, weight
 
+    def everything(self, lanes: Lanes) -> Batch:
+        """All training data of each lane's user, in his order, [L, M, ...]; M is the largest size among them."""
+        owned, sizes, _ = self._trained_on
+        width = int(sizes[lanes.seed, lanes.user].max())
+        index, weight = positions(owned, lanes, np.zeros((len(lanes.user), 1), dtype=np.uint64), Draw(width, "all"))
+        return self.pool.batch(torch.from_numpy(index[:, 0]).to(self.device), torch.from_numpy(weight[:, 0]).to(self.device, self.dtype))
+
+    def lanes(self, k: int) -> tuple[Lanes, np.ndarray]:
+        """Who trains in round k, seed by seed, and [S, R] which of these lanes report to the server."""
+        seeds = np.arange(len(self.data))
+        if self.algo.trains == "pooled":
+            return Lanes(seeds, np.zeros_like(seeds)), seeds[:, None]
+        active = self.cohorts(k)
+        if self.algo.trains == "sampled":
+            return Lanes(np.repeat(seeds, self.active), active.ravel()), np.arange(active.size).reshape(active.shape)
+        members = np.stack([d.members for d in self.data])
+        every = Lanes(np.repeat(seeds, self.n), members.ravel())
+        if self.algo.reports == "all":
+            return every, np.arange(members.size).reshape(members.shape)
+        return every, np.stack([np.searchsorted(m, a) for m, a in zip(members, active, strict=True)]) + seeds[:, None] * self.n
+
     def round(self) -> None:
         """Advance by one round. Lanes of a diverged seed go on by themselves; nothing of theirs reaches another seed."""
-        k, active = self.k, self.cohorts(self.k)
-        seeds = np.arange(len(self.data))
-        if self.algo.trains == "all":
-            members = np.stack([d.members for d in self.data])
-            lanes = Lanes(np.repeat(seeds, self.n), members.ravel())
-            chosen = np.stack([np.searchsorted(m, a) for m, a in zip(members, active, strict=True)]) + seeds[:, None] * self.n
-        else:
-            lanes = Lanes(np.repeat(seeds, self.active), active.ravel())
-            chosen = np.arange(active.size).reshape(active.shape)
-        down = self.map(self.algo.broadcast, len(seeds), self.state.server)
-        info = self.info(lanes, k)
+        k = self.k
+        lanes, chosen = self.lanes(k)
         count = len(lanes.user)
+        info = self.info(lanes, k)
+        down = self._down(lanes, info)
         pieces = math.ceil(count / (self.chunk or count))
         if pieces == 1:
             uploads, users, steps = self._users(down, lanes, info, k)
         else:
-            split = [torch.from_numpy(part).to(self.device) for part in np.array_split(np.arange(count), pieces)]
-            parts = [self._users(down, Lanes(lanes.seed[p.cpu()], lanes.user[p.cpu()]), tree.at(info, p), k) for p in split]
+            parts = []
+            for part in np.array_split(np.arange(count), pieces):
+                at = torch.from_numpy(part).to(self.device)
+                parts.append(self._users(tree.at(down, at), Lanes(lanes.seed[part], lanes.user[part]), tree.at(info, at), k))
             uploads, users, steps = tree.map(lambda *ts: torch.cat(ts), *parts)
 
         rows = torch.from_numpy(chosen).to(self.device)
 
-        def of_cohort(t: Tensor) -> Tensor:  # every lane in its order: a view is enough
+        def of_reports(t: Tensor) -> Tensor:  # every lane in its order: a view is enough
             return t.unflatten(0, chosen.shape) if len(t) == chosen.size else t[rows]
 
-        replies = self._aggregate(tree.map(of_cohort, uploads), tree.map(of_cohort, info))
+        replies = self._aggregate(tree.map(of_reports, uploads), tree.map(of_reports, info))
         if tree.leaves(users):
             kept = tree.at(users, rows.flatten())
-            settled = self.map(self.algo.settle, rows.numel(), kept, tree.map(lambda t: t.flatten(0, 1), replies))
-            users = tree.put(users, (rows.flatten(),), settled)
-            where = (torch.from_numpy(lanes.seed).to(self.device), torch.from_numpy(lanes.user).to(self.device))
-            self.state = self.state._replace(users=tree.put(self.state.users, where, users))
-        self._account(down, uploads, info, steps, lanes, active)
+            settled = self.map_method("settle", rows.numel(), kept, tree.map(lambda t: t.flatten(0, 1), replies))
+            users = settled if rows.numel() == count else tree.put(users, (rows.flatten(),), settled)
+            where = tuple(torch.from_numpy(part) for part in lanes)
+            old = tree.map(lambda t: t[tuple(i.to(t.device) for i in where)], self.state.users)
+            self._overwritten = (where, old)
+            tree.write(self.state.users, where, users)
+        self._account(down, uploads, replies, info, steps, lanes, chosen)
         self.k += 1
         self._check(users, lanes)
 
+    def _down(self, lanes: Lanes, info: dict[str, Tensor]) -> Tree:
+        """What each lane gets, leading with L."""
+        size, seeds = len(lanes.user), len(self.data)
+        seed = torch.from_numpy(lanes.seed).to(self.device)
+        down = self.map_method("broadcast", seeds, self.state.server)
+        # One seed: all lanes get the same, and a view is enough.
+        down = tree.map(lambda t: t.expand(size, *t.shape[1:]) if seeds == 1 else t.index_select(0, seed), down)
+        if type(self.algo).unicast is Algorithm.unicast:
+            return down
+        each = tree.map(lambda t: t.unflatten(0, (seeds, -1)), info)
+        own = self.map(lambda server, cohort: self.algo.unicast(server, self._info(cohort)), seeds, self.state.server, each)
+        return Down(down, tree.map(lambda t: t.flatten(0, 1), own)) if tree.leaves(own) else down
+
     def _users(self, down: Tree, lanes: Lanes, info: dict[str, Tensor], k: int) -> tuple[Tree, Tree, Tensor]:
         """receive, step, send for some lanes: (uploads, users, steps taken)."""
-        size, seed, user = len(lanes.user), torch.from_numpy(lanes.seed).to(self.device), torch.from_numpy(lanes.user).to(self.device)
-        alone = len(self.data) == 1  # then all lanes get the same, and a view is enough
-        down = tree.map(lambda t: t.expand(size, *t.shape[1:]) if alone else t.index_select(0, seed), down)
-        kept = tree.at(self.state.users, seed, user)
-        local = self.map(lambda d, u, i: self.algo.receive(self.task, d, u, self._info(i)), size, down, kept, info)
+        size, seed, user = len(lanes.user), torch.from_numpy(lanes.seed), torch.from_numpy(lanes.user)
+        kept = self.users_at(seed, user)
+        local = self._receive(down, kept, info, lanes)
         if self.compiled:
             local = tree.map(lambda t: t.clone(memory_format=torch.contiguous_format), local)
         steps = self.algo.local_steps(self._info(info))
@@ -297,10 +380,24 @@ class Federation:
             local = self._guarded(local, {r: v[t] for r, v in index.items()}, {r: v[t] for r, v in weight.items()}, here, live)
             self.step_calls += 1 if self.backend == "vmap" else size
         upload, kept = self.map(lambda d, u, x, i: self.algo.send(self.task, d, u, x, self._info(i)), size, down, kept, local, info)
-        return upload, kept, torch.as_tensor(steps).expand(size)
+        return upload, kept, torch.as_tensor(steps, device=self.device).expand(size)
+
+    def _receive(self, down: Tree, kept: Tree, info: dict[str, Tensor], lanes: Lanes) -> Tree:
+        size = len(lanes.user)
+        if not self.algo.full_data:
+            return self.map(lambda d, u, i: self.algo.receive(self.task, d, u, self._info(i)), size, down, kept, info)
+
+        def one(down: Tree, user: Tree, info: dict[str, Tensor], full: Batch) -> Tree:
+            return self.algo.receive(self.task, down, user, self._info(info), self._trimmed(full))
+
+        return self.map(one, size, down, kept, info, self.everything(lanes))
+
+    def _trimmed(self, batch: Batch) -> Batch:
+        """Without the padding, which is last, where lanes are computed one by one."""
+        return Batch(*(part[: int(batch.weight.sum())] for part in batch)) if self.backend == "loop" else batch
 
     def _aggregate(self, uploads: Tree, info: dict[str, Tensor]) -> Tree:
-        """Uploads lead with [S, A]; sets the server and returns the replies."""
+        """Uploads lead with [S, R]; sets the server and returns the replies."""
 
         def one(server: Tree, uploads: Tree, info: dict[str, Tensor]) -> tuple[Tree, Tree]:
             return self.algo.aggregate(self.task, server, uploads, self._info(info))
@@ -329,23 +426,29 @@ class Federation:
         self.diverged = torch.where(bad & (self.diverged < 0), self.k, self.diverged)
 
     def snapshot(self) -> tuple:
-        """Where the simulation stands between two rounds; cheap, since a round replaces tensors and never edits them."""
+        """Where the simulation stands between two rounds; cheap, since only users' state is edited in place, and that is noted."""
+        self._overwritten = None
         return self.state, self.k, self.diverged, [replace(cost) for cost in self.costs], self.times_sampled.copy()
 
     def go_back(self, snapshot: tuple) -> None:
-        """Undo a round that was cut short."""
+        """Undo the one round since the snapshot, wherever it was cut short."""
         self.state, self.k, self.diverged, self.costs, self.times_sampled = snapshot
+        if self._overwritten is not None:
+            tree.write(self.state.users, *self._overwritten)
+            self._overwritten = None
 
     # --- counting
 
     def price(self) -> dict[str, Counter]:
         """Calls of the task in receive, in one step and in send, for one user: measured on a dry run of one lane."""
         if self._price is None:
-            active = self.cohorts(0)
-            lane = Lanes(np.array([0]), active[0, :1])
-            info = self._info(tree.at(self.info(lane, 0), 0))
+            lanes, _ = self.lanes(0)
+            lane = Lanes(lanes.seed[:1], lanes.user[:1])
+            fields = self.info(lane, 0)
+            info = self._info(tree.at(fields, 0))
             index, weight = self.batches(lane, 0, 1)
             batches = {role: self.pool.batch(index[role][0, 0], weight[role][0, 0]) for role in index}
+            full = tree.at(self.everything(lane), 0) if self.algo.full_data else None
             calls = {}
 
             def counted(name: str, f: Callable[[], Tree]) -> Tree:
@@ -354,41 +457,54 @@ class Federation:
                 calls[name] = Counter(self.task.calls)
                 return out
 
-            down = self.algo.broadcast(tree.at(self.state.server, 0))
-            user = tree.at(self.state.users, 0, int(lane.user[0]))
-            local = counted("receive", lambda: self.algo.receive(self.task, down, user, info))
+            server = tree.at(self.state.server, 0)
+            down, own = self.algo.broadcast(server), self.algo.unicast(server, self._info(fields))
+            down = Down(down, tree.at(own, 0)) if tree.leaves(own) else down
+            user = tree.map(lambda t: t[0], self.users_at(torch.tensor([0]), torch.from_numpy(lane.user)))
+            local = counted("receive", lambda: self.algo.receive(self.task, down, user, info, full))
             local = counted("step", lambda: self.algo.step(self.task, local, batches, info))
             counted("send", lambda: self.algo.send(self.task, down, user, local, info))
             self._price = calls
         return self._price
 
-    def _account(self, down: Tree, uploads: Tree, info: dict[str, Tensor], steps: Tensor, lanes: Lanes, active: np.ndarray) -> None:
+    def _account(
+        self, down: Tree, uploads: Tree, replies: Tree, info: dict[str, Tensor], steps: Tensor, lanes: Lanes, chosen: np.ndarray
+    ) -> None:
         price = self.price()
         steps = steps.cpu().numpy()
+        pooled = self.algo.trains == "pooled"
         for s, cost in enumerate(self.costs):
             mine = lanes.seed == s
             users, taken = int(mine.sum()), int(steps[mine].sum())
             for name in ("grads", "hvps", "losses"):
                 once = price["receive"][name] + price["send"][name]
-                setattr(cost, name, getattr(cost, name) + once * users + price["step"][name] * taken)
-            one = int(np.argmax(mine))
-            cost.floats_down += tree.numel(tree.at(down, s)) * self.active
-            cost.floats_up += int(self.algo.floats_up(tree.at(uploads, one), self._info(tree.at(info, one)))) * self.active
+                spent = once * users + price["step"][name] * taken
+                setattr(cost, name, getattr(cost, name) + spent * (self.active if pooled else 1))
+            one = int(chosen[s, 0])
+            facts = self._info(tree.at(info, one))
+            reply = tree.map(lambda t, s=s: t[s, 0], replies)
+            cost.floats_down += int(self.algo.floats_down(tree.at(down, one), reply, facts)) * chosen.shape[1]
+            cost.floats_up += int(self.algo.floats_up(tree.at(uploads, one), facts)) * chosen.shape[1]
             cost.steps += taken
             cost.user_rounds += users
-            self.times_sampled[s, lanes.user[mine][steps[mine] > 0]] += 1
+            cost.full_passes += users if self.algo.full_data else 0
+            trained = self.data[s].members if pooled else lanes.user[mine][steps[mine] > 0]
+            self.times_sampled[s, trained] += 1
 
     # --- measurements that change nothing
 
     def diagnose(self) -> list[dict[str, float]]:
         """The method's own diagnostics for each seed, on the first active user of this round and his first batches."""
         k = max(self.k - 1, 0)
-        lanes = Lanes(np.arange(len(self.data)), self.cohorts(k)[:, 0])
+        every, _ = self.lanes(k)
+        first = np.searchsorted(every.seed, np.arange(len(self.data)))
+        lanes = Lanes(every.seed[first], every.user[first])
         index, weight = self.batches(lanes, k, 1)
-        fields, out = self.info(lanes, k), []
-        for s, user in enumerate(lanes.user):
+        fields, shown, out = self.info(lanes, k), self.shown(), []
+        kept = self.users_at(torch.from_numpy(lanes.seed), torch.from_numpy(lanes.user))
+        for s in range(len(self.data)):
             batches = {role: self.pool.batch(index[role][s, 0], weight[role][s, 0]) for role in index}
-            models = self.algo.candidates(tree.at(self.state.server, s), tree.at(self.state.users, s, int(user)))
+            models = self.algo.candidates(tree.at(shown, s), tree.at(kept, s))
             w = next(iter(models.values()))
             values = self.algo.diagnostics(self.task, w, batches, self._info(tree.at(fields, s)))
             out.append({name: float(value) for name, value in values.items()})

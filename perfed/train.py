@@ -151,7 +151,9 @@ def resolve(config: Config, algo: Any) -> Protocol:
         changes.append(f"layers={adapt.layers if isinstance(adapt.layers, str) else '+'.join(adapt.layers)}")
     if rules.support is not None:
         changes.insert(0, f"support={rules.support}")
-    lr = adapt.lr if adapt.lr is not None else algo.inner_step if algo.inner_step is not None else config.alpha
+    lr = adapt.lr
+    if lr is None and not algo.learned_step:
+        lr = algo.inner_step if algo.inner_step is not None else config.alpha
     return Protocol(
         label=rules.name + (f"[{', '.join(changes)}]" if changes else ""),
         source=config.adapt_source,
@@ -159,7 +161,7 @@ def resolve(config: Config, algo: Any) -> Protocol:
         batch=config.adapt_batch,
         repeats=config.adapt_repeats,
         steps=tuple(sorted({0, *config.adapt_steps})),
-        lr=float(lr),
+        lr=None if lr is None else float(lr),
     )
 
 

@@ -66,9 +66,13 @@ def norm(x: Tree) -> Tensor:
 
 
 def mean(x: Tree, weight: Tensor) -> Tree:
-    """sum_a weight_a x_a / sum_a weight_a over the leading axis; weight [A]."""
-    share = weight / weight.sum()
-    return map(lambda xi: (share.to(xi.dtype) @ xi.reshape(len(xi), -1)).reshape(xi.shape[1:]), x)
+    """sum_a weight_a x_a / sum_a weight_a over the leading axis; weight [A], of any dtype."""
+
+    def one(xi: Tensor) -> Tensor:
+        share = weight.to(xi.dtype)
+        return ((share / share.sum()) @ xi.reshape(len(xi), -1)).reshape(xi.shape[1:])
+
+    return map(one, x)
 
 
 def at(tree: Tree, *index: Any) -> Tree:
@@ -81,14 +85,20 @@ def put(tree: Tree, index: tuple[Any, ...], values: Tree) -> Tree:
     return map(lambda t, v: t.index_put(index, v), tree, values)
 
 
+def write(tree: Tree, index: tuple[Any, ...], values: Tree) -> None:
+    """``tensor[index] = values`` in place, wherever the tensors lie."""
+    for t, v in zip(leaves(tree), leaves(values), strict=True):
+        t.index_put_(tuple(i.to(t.device) for i in index), v.to(t.device))
+
+
 def numel(tree: Tree) -> int:
     """Number of entries."""
     return sum(leaf.numel() for leaf in leaves(tree))
 
 
 def repeat(tree: Tree, count: int) -> Tree:
-    """Stack ``count`` copies along a new leading axis."""
-    return map(lambda t: t.expand(count, *t.shape).clone(), tree)
+    """``count`` times the same along a new leading axis: a view, not to be written to."""
+    return map(lambda t: t.expand(count, *t.shape), tree)
 
 
 def stack(trees: list[Tree]) -> Tree:

@@ -43,3 +43,5 @@ class Info(NamedTuple):
     m: Tensor  # int64, training examples of the user
     counts: Tensor  # [C] int64, training examples per class
     t_k: Tensor  # int64, the round's common draw from {0, .., tau-1} (Remark 4.7)
+    coin: Tensor  # float64 in [0, 1), the round's draw, common to all users
+    chance: Tensor  # float64 in [0, 1), the round's draw of this user alone

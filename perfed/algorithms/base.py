@@ -4,10 +4,10 @@ An algorithm is one dataclass. Its fields are its hyper-parameters and the keys 
 are pure functions **for one user and one seed**; ``perfed.federate`` maps them over users and seeds. They may not edit
 their inputs, branch on the value of a tensor or a float, nor draw random numbers.
 
-A round, for every active user (``down`` is all that the user gets, ``upload`` all that the server gets):
+A round, for every user that trains (``down`` and ``reply`` are all that he gets, ``upload`` is all that the server gets):
 
-    down = broadcast(server)
-    local = receive(down, user, info)
+    down = broadcast(server)                        # or Down(broadcast(server), his row of unicast(server, cohort))
+    local = receive(down, user, info, full)
     repeat local_steps(info) times:  local = step(local, batches, info)
     upload, user = send(down, user, local, info)
     server, replies = aggregate(server, uploads, cohort)
@@ -44,6 +44,9 @@ from perfed.optimizers import LocalOptimizer, ServerOptimizer
 from perfed.types import Batch, Info, Params, State, Tree
 
 ALGORITHMS: dict[str, type[Algorithm]] = {}
+
+COUPLING_FROM = 0.05
+"""A coupled method with less coupling than this is local training in disguise."""
 
 
 def register(name: str):
@@ -98,12 +101,37 @@ class Task:
 
 
 class Population(NamedTuple):
-    """Who takes part: sizes [N], label counts [N, C] (training data), and N users of whom A are drawn a round."""
+    """The users of one seed: N of them, of whom A are drawn a round. Label counts are those of the training data."""
 
     n: int
     active: int
-    sizes: Tensor
-    counts: Tensor
+    sizes: Tensor  # [N] int64
+    counts: Tensor  # [N, C] int64
+    members: Tensor  # [N] bool; False: held out, never drawn
+    seed: int  # for set-up that is drawn at random, by ``perfed.data.sampling.generator(seed, name)``
+
+
+class Down(NamedTuple):
+    """What a user gets when the method also sends something to each user alone."""
+
+    common: Tree
+    own: Tree
+
+
+class Anchored(NamedTuple):
+    """A model that adapts by proximal steps around another one; see :meth:`Algorithm.adapt_step`."""
+
+    w: Params
+    anchor: Params
+
+
+class Facts(NamedTuple):
+    """What :meth:`Algorithm.notes` may know about a run. ``smoothness``: largest Hessian eigenvalue found at w_0, a lower bound of L."""
+
+    n: int
+    active: int
+    rounds: int
+    smoothness: float | None
 
 
 class Local(NamedTuple):
@@ -125,6 +153,10 @@ class Algorithm:
 
     version: ClassVar[int] = 1  # raise it when results change
     uses_horizon: ClassVar[bool] = False  # True: a shorter run is not the beginning of a longer one
+    own_server_step: ClassVar[bool] = False  # True: the paper fixes the server's step, and other server optimizers are refused
+    plain_sgd: ClassVar[bool] = False  # True: the update is part of the method, and other local optimizers are refused
+    learned_step: ClassVar[bool] = False  # True: adaptation uses a step that training learned, unless adapt.lr is given
+    wants_smoothness: ClassVar[bool] = False  # True: ``notes`` reads ``facts.smoothness``
 
     def __post_init__(self):
         require(self.beta > 0, "beta", self.beta, "a number > 0")
@@ -139,17 +171,31 @@ class Algorithm:
 
     @property
     def trains(self) -> str:
-        """``sampled``: the active users step; ``all``: every user steps, the active ones are aggregated."""
+        """Who steps: ``sampled``, the active users; ``all``, every user; ``pooled``, one model on the data of all users."""
         return "sampled"
+
+    @property
+    def reports(self) -> str:
+        """Whose uploads are aggregated: ``sampled``, or (where all train) ``all``."""
+        return "sampled"
+
+    @property
+    def full_data(self) -> bool:
+        """Whether ``receive`` reads all of the user's data: ``full`` is a Batch of them, else None."""
+        return False
 
     @property
     def inner_step(self) -> float | None:
         """The adaptation step that the method itself defines, or None."""
         return None
 
-    def draws(self) -> dict[str, Draw]:
-        """Which batches ONE step reads, by role."""
+    def draws(self, active: int = 1) -> dict[str, Draw]:
+        """Which batches ONE step reads, by role. ``active``: A."""
         return {"outer": Draw(self.batch, "outer")}
+
+    def stream_step(self, step: int) -> int:
+        """Which step of the round's streams local step ``step`` reads; two steps may share their batches."""
+        return step
 
     def local_steps(self, info: Info) -> int | Tensor:
         """Steps of a user in this round: a number, or a tensor where they differ between users.
@@ -161,14 +207,18 @@ class Algorithm:
     # --- a round
 
     def init(self, task: Task, params: Params, population: Population) -> State:
-        """The state before round 0, for one seed."""
+        """The state before round 0, for one seed. ``users`` leads with N (a view will do: ``tree.repeat``) or is ()."""
         return State({"w": params, "opt": task.server.init(params)}, ())
 
     def broadcast(self, server: Tree) -> Tree:
-        """All that is sent to a user."""
+        """What is sent to every user alike."""
         return server["w"]
 
-    def receive(self, task: Task, down: Tree, user: Tree, info: Info) -> Tree:
+    def unicast(self, server: Tree, cohort: Info) -> Tree:
+        """What is sent to each user alone, leading with the users of ``cohort``; () where there is no such thing."""
+        return ()
+
+    def receive(self, task: Task, down: Tree, user: Tree, info: Info, full: Batch | None = None) -> Tree:
         """What a user starts the round from. Local optimizer state starts here."""
         return Local(down, task.local.init(down))
 
@@ -194,15 +244,22 @@ class Algorithm:
         """Numbers that ``upload`` costs a user."""
         return tree.numel(upload)
 
+    def floats_down(self, down: Tree, reply: Tree, info: Info) -> int | Tensor:
+        """Numbers that a user gets in a round."""
+        return tree.numel(down) + tree.numel(reply)
+
     def aggregate(self, task: Task, server: Tree, uploads: Tree, cohort: Info) -> tuple[Tree, Tree]:
-        """Uploads lead with A. Returns the server and the replies to the active users, which lead with A too."""
+        """Uploads and ``cohort`` lead with the users that report: A, or all members.
+
+        Returns the server and the replies to these users, which lead likewise.
+        """
         w, opt = task.server.update(self.average(uploads, cohort), server["opt"], server["w"])
         return {**server, "w": w, "opt": opt}, ()
 
     def average(self, uploads: Tree, cohort: Info) -> Tree:
         """Mean over the active users: all alike, or by their number of training examples."""
         weight = cohort.m if self.aggregation == "samples" else torch.ones_like(cohort.m)
-        return tree.mean(uploads, weight.to(tree.leaves(uploads)[0].dtype))
+        return tree.mean(uploads, weight)
 
     def settle(self, user: Tree, reply: Tree) -> Tree:
         """What the user keeps once the server has answered."""
@@ -210,26 +267,64 @@ class Algorithm:
 
     # --- judging
 
-    def candidates(self, server: Tree, user: Tree) -> dict[str, Params]:
-        """The models that can be judged for a user, by name; the first one is the primary one."""
+    def shown(self, server: Tree) -> Tree:
+        """What ``candidates`` reads of the server. It is copied for every user: leave out what is large."""
+        return server
+
+    def candidates(self, server: Tree, user: Tree) -> dict[str, Tree]:
+        """The models that can be judged for a user, by name (global, personal, ...); the first one is the primary one.
+
+        Each is what ``adapt_init`` starts from: parameters, or whatever else the method adapts. ``server`` is ``shown(server)``.
+        """
         return {"global": server["w"]}
 
-    def adapt_init(self, task: Task, params: Params) -> Tree:
-        """What adaptation carries from step to step."""
-        return params
+    @property
+    def prox(self) -> float:
+        """lambda of the proximal adaptation steps of an :class:`Anchored` candidate."""
+        return 0.0
 
-    def adapt_step(self, task: Task, carry: Tree, batch: Batch, lr: float) -> Tree:
-        """ONE adaptation step: w -= lr grad, on the parameters that may change."""
-        g = task.grad(carry, batch)
-        return {k: w - lr * g[k] if task.adapted is None or k in task.adapted else w for k, w in carry.items()}
+    def adapt_init(self, task: Task, candidate: Tree) -> Tree:
+        """What adaptation carries from step to step."""
+        return candidate
+
+    def adapt_step(self, task: Task, carry: Tree, batch: Batch, lr: float | None) -> Tree:
+        """ONE adaptation step on the parameters that may change: w -= lr grad, or w -= lr (grad + prox (w - anchor)).
+
+        ``lr`` is None where the method's learned step is to be used.
+        """
+        if isinstance(carry, Anchored):
+            g = tree.axpy(self.prox, tree.sub(carry.w, carry.anchor), task.grad(carry.w, batch))
+            return carry._replace(w=self.moved(task, carry.w, g, lr))
+        return self.moved(task, carry, task.grad(carry, batch), lr)
+
+    def moved(self, task: Task, w: Params, g: Params, lr: float | Tensor) -> Params:
+        """w - lr g on the parameters that adaptation may change."""
+        return {k: v - lr * g[k] if task.adapted is None or k in task.adapted else v for k, v in w.items()}
 
     def adapted(self, carry: Tree) -> Params:
         """The model that a carry stands for."""
-        return carry
+        return carry.w if isinstance(carry, Anchored) else carry
 
     def diagnostics(self, task: Task, w: Params, batches: dict[str, Batch], info: Info) -> dict[str, Tensor]:
-        """Scalars measured on one user at each evaluation; they change nothing."""
+        """Scalars measured on one user at each evaluation; they change nothing. ``w``: his first candidate, not adapted."""
         return {}
+
+    # --- what the user should know before the first round
+
+    def coupling_lambda(self, facts: Facts) -> float | None:
+        """lambda of a method whose users hold models of their own that are pulled together; None for all others."""
+        return None
+
+    def notes(self, facts: Facts) -> list[str]:
+        """Lines that are printed and kept with the run; one that starts with ``warning:`` is a warning."""
+        lam = self.coupling_lambda(facts)
+        if lam is None:
+            return []
+        coupling = lam * self.beta * self.tau * facts.rounds * facts.active / facts.n
+        line = f"coupling lambda*beta*tau*rounds*r = {coupling:.3g} (lambda={lam:.3g})"
+        if coupling < COUPLING_FROM:
+            line = f"warning: {line}, below {COUPLING_FROM}: the users' models hardly feel each other, this is local training"
+        return [line]
 
 
 def choice(key: str, value: Any, allowed: Iterable[str]) -> None:

@@ -49,7 +49,7 @@ class LocalTraining(Algorithm):
     def broadcast(self, server):
         return ()
 
-    def receive(self, task, down, user, info):
+    def receive(self, task, down, user, info, full=None):
         return Local(user, task.local.init(user))
 
     def send(self, task, down, user, local, info):

@@ -84,7 +84,7 @@ class PerFedAvgBase(Algorithm):
             **dict.fromkeys(self.inner_roles, self.batch_inner or self.batch),
         }
 
-    def draws(self):
+    def draws(self, active=1):
         draws, start = {}, 0
         for role, size in self.sizes().items():
             if self.batches == "independent":
@@ -98,7 +98,7 @@ class PerFedAvgBase(Algorithm):
         state = super().init(task, params, population)
         return State({**state.server, "extra": params}, ()) if self.extra_iterate else state
 
-    def receive(self, task, down, user, info):
+    def receive(self, task, down, user, info, full=None):
         return Local(down, task.local.init(down), down if self.extra_iterate else ())
 
     def step_size(self, info):

@@ -75,11 +75,21 @@ class Draw(NamedTuple):
     """Which examples a step reads: positions start .. start+size-1 of a stream's shuffled order of the user's data.
 
     Roles with different streams are independent; one stream and different starts give disjoint batches.
+    ``part``: the draw is confined to the shares from .. to of the user's data, in an order that is shuffled once for
+    the whole run (a support set that stays the same); each part has an example at least.
     """
 
     size: int
     stream: str
     start: int = 0
+    part: tuple[float, float] | None = None
+
+    def bounds(self, m: int) -> tuple[int, int]:
+        """Positions from .. to (in the order of the run) of ``part`` for a user with m examples."""
+        if self.part is None or m == 1:
+            return 0, m
+        low, high = (0 if share <= 0 else m if share >= 1 else min(max(int(share * m + 0.5), 1), m - 1) for share in self.part)
+        return low, high
 
 
 def draw(keys: np.ndarray, m: int, what: Draw) -> np.ndarray:
