@@ -27,7 +27,7 @@ def run(*overrides: str, folder: str | None = None) -> Result:
     from perfed.errors import require
 
     config = parse(cli.compose(list(overrides)))
-    require(not config.plan, "plan", config.plan, "false here; perfed.train.plan(config) gives the text")
+    require(not config.plan, "plan", config.plan, "false here; perfed.prepare.plan(config) gives the text")
     return train.run(config, folder)
 
 

@@ -1,7 +1,7 @@
 """The command ``perfed``: flags, the front door, Hydra's launcher, exit codes.
 
 Nothing is launched and no folder made while anything is wrong with any job: the command line is read and every cell
-composed and parsed (:mod:`perfed.frontdoor`), and its data, partition, model and device are tried (``train.prepare``).
+composed and parsed (:mod:`perfed.frontdoor`), and its data, partition, model and device are tried (``perfed.prepare``).
 Hydra then starts the jobs, with the launcher that the user chose, and a sweep ends with one table.
 
 Exit codes: 0 done, finished before, or diverged (a result); 1 refused or a job failed; 75 another process holds the run;
@@ -84,6 +84,8 @@ def _main(argv: list[str]) -> int:
         shown = [*(["--package", args.package] if args.package else []), *(["--resolve"] if args.resolve else [])]
         return _hydra([*command.argv, "--cfg", args.cfg, *shown], args)
     command = door.command(args.multirun, flags)
+    if any(cell.config.study.name for cell in command.cells):
+        return _study(command, args)
     return _jobs(command, args)
 
 
@@ -125,13 +127,13 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _jobs(command: Command, args: argparse.Namespace) -> int:
-    from perfed import train
+    from perfed import prepare
 
     cells = command.cells
     for number, cell in enumerate(cells):
         try:
             if not _finished(cell):
-                train.prepare(cell.config)
+                prepare.prepare(cell.config)
         except UserError as error:
             if len(cells) == 1:
                 raise
@@ -147,7 +149,7 @@ def _jobs(command: Command, args: argparse.Namespace) -> int:
         for cell in cells:
             if command.multirun:
                 print(f"\nperfed: job {_names[cell.folder]}")
-            print(train.plan(cell.config), flush=True)
+            print(prepare.plan(cell.config), flush=True)
         return DONE
     _codes.clear()
     code = DONE
@@ -160,6 +162,21 @@ def _jobs(command: Command, args: argparse.Namespace) -> int:
             _closing_table(list(dict.fromkeys(cell.folder for cell in cells)))
     codes = [code, *(_code(cell.folder) for cell in cells)]
     return next((code for code in (FAILED, HELD) if code in codes), DONE)
+
+
+def _study(command: Command, args: argparse.Namespace) -> int:
+    """A study composes its runs itself, from the words of the command."""
+    from perfed import studies
+    from perfed.studies.jobs import Context
+
+    config = command.cells[0].config
+    if command.multirun:
+        raise UserError("study.name", config.study.name, "one command without -m: a study makes its runs itself")
+    words = [word for word in args.overrides if not word.startswith("hydra")]
+    own = next((word for word in words if word.partition("=")[0].lstrip("+") == "algo"), None)
+    if own is not None:
+        raise Refused(own, f"study {config.study.name} chooses the algorithms; narrow it with study.methods=[...]")
+    return studies.main(config.study.name, Context(config, tuple(words), compose))
 
 
 def _finished(cell: Cell) -> bool:

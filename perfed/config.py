@@ -32,7 +32,8 @@ from perfed.errors import UserError, nearest, require
 
 GROUPS = ("algo", "dataset", "partition", "model", "optimizer", "server", "protocol")
 KNOBS = ("n", "r", "rounds", "tau", "batch", "alpha", "beta", "seed", "seeds", "device")
-_NESTED = ("split", "adapt", "engine")
+_NESTED = ("split", "adapt", "engine", "study")
+STUDIES = ("all_methods", "easgd_vs_admm")
 
 
 def conf_dir() -> Path:
@@ -143,6 +144,7 @@ class Engine:
     compile: Any = "auto"
     threads: int = 1
     dtype: str = "float32"
+    state_device: str = "auto"
 
     def __post_init__(self):
         _choice("backend", self.backend, "auto", "vmap", "loop")
@@ -153,6 +155,34 @@ class Engine:
         require(self.compile is True or self.compile is False or self.compile == "auto", "compile", self.compile, "auto, true or false")
         require(self.threads >= 1, "threads", self.threads, "a whole number >= 1")
         _choice("dtype", self.dtype, "float32", "float64")
+        _choice("state_device", self.state_device, "auto", "cpu", "device")
+
+
+@dataclass(kw_only=True)
+class Study:
+    """A study of several runs (``experiment=<name>`` sets it); no part of who a run is.
+
+    ``methods`` "all" or names; ``budget`` gradient evaluations of a training user, None: ``rounds`` for all;
+    ``tuning_seeds`` seeds of a trial; ``jobs`` runs at once, "auto" one for each CPU core.
+    """
+
+    name: str | None = None
+    methods: Any = "all"
+    budget: int | None = 1000
+    tuning_seeds: int = 1
+    jobs: Any = "auto"
+
+    def __post_init__(self):
+        if self.name is not None:
+            _choice("name", self.name, *STUDIES)
+        listed = isinstance(self.methods, (list, tuple)) and bool(self.methods) and all(isinstance(m, str) for m in self.methods)
+        require(self.methods == "all" or listed, "methods", self.methods, "all, or a list of methods: [fedavg,local]")
+        ok = self.budget is None or self.budget >= 1
+        require(ok, "budget", self.budget, "a whole number >= 1 of gradient evaluations, or null: equal rounds")
+        require(self.tuning_seeds >= 1, "tuning_seeds", self.tuning_seeds, "a whole number >= 1")
+        self.jobs = _number_or_text(self.jobs)
+        ok = self.jobs == "auto" or (_whole(self.jobs) and self.jobs >= 1)
+        require(ok, "jobs", self.jobs, "auto or a whole number >= 1")
 
 
 @dataclass(kw_only=True)
@@ -218,6 +248,7 @@ class Config(Root):
     split: Split = field(default_factory=Split)
     adapt: Adapt = field(default_factory=Adapt)
     engine: Engine = field(default_factory=Engine)
+    study: Study = field(default_factory=Study)
 
     def __post_init__(self):
         super().__post_init__()
@@ -367,7 +398,7 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     root = build(Root, {k: v for k, v in tree.values.items() if k in roots}, tree.typed)
     import_plugins(root.plugins)
     parts: dict[str, Any] = {}
-    for name, cls in zip(_NESTED, (Split, Adapt, Engine), strict=True):
+    for name, cls in zip(_NESTED, (Split, Adapt, Engine, Study), strict=True):
         parts[name] = build(cls, _mapping(name, tree.values.get(name, {})), tree.typed, name)
     for group in GROUPS:
         parts[group] = _option(group, tree)

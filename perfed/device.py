@@ -31,6 +31,7 @@ class Decision:
     chunk: int | None
     compiled: bool
     notes: tuple[str, ...]
+    state_device: torch.device = torch.device("cpu")
 
 
 def pick_device(wanted: str) -> tuple[torch.device, list[str]]:
@@ -89,8 +90,23 @@ def compiler_works(device_type: str) -> str | None:
     return None
 
 
-def decide(engine: Any, device: torch.device, *, vmap_pays_on_cpu: bool, model: str, flops: float, lane_bytes: int) -> Decision:
-    """engine: the configuration's ``engine`` block. flops: of the whole training. lane_bytes: of one lane during a step."""
+def available_memory(device: torch.device) -> int | None:
+    """Bytes that are free on the device, or of the host; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def decide(
+    engine: Any, device: torch.device, *, vmap_pays_on_cpu: bool, model: str, flops: float, lane_bytes: int, user_bytes: int = 0
+) -> Decision:
+    """engine: the configuration's ``engine`` block. flops: of the whole training. lane_bytes: of one lane during a step.
+    user_bytes: of all that users keep from round to round.
+    """
     notes = []
     backend = engine.backend
     if backend == "auto":
@@ -111,6 +127,16 @@ def decide(engine: Any, device: torch.device, *, vmap_pays_on_cpu: bool, model: 
         notes.append("warning: not compiled: the loop backend is plain Python")
     chunk = None if engine.chunk == "auto" else int(engine.chunk)
     if engine.chunk == "auto":
-        budget = torch.cuda.get_device_properties(device).total_memory // 4 if device.type == "cuda" else CPU_CHUNK_BYTES
+        budget = _device_bytes(device) // 4 if device.type == "cuda" else CPU_CHUNK_BYTES
         chunk = max(1, int(budget // lane_bytes))
-    return Decision(device, backend, chunk, compiled, tuple(notes))
+    home = device
+    large = device.type == "cuda" and user_bytes > _device_bytes(device) // 4
+    if engine.state_device == "cpu" or (engine.state_device == "auto" and large):
+        home = torch.device("cpu")
+        if device.type != "cpu":
+            notes.append(f"users' state ({user_bytes / 2**30:.1f} GiB) lies in host memory")
+    return Decision(device, backend, chunk, compiled, tuple(notes), home)
+
+
+def _device_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory

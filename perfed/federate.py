@@ -157,9 +157,9 @@ class Federation:
         labels = self.pool.y.cpu().numpy()
         self.counts = torch.from_numpy(np.stack([d.partition.counts(labels, self.classes) for d in self.data]))
         self.sizes = torch.from_numpy(np.stack([d.partition.train.sizes for d in self.data]))
-        self._trained_on = self._whole() if self.algo.trains == "pooled" else (self.train, self.sizes, self.counts)
+        self._trained_on = self._whole() if self.algo.trains == "together" else (self.train, self.sizes, self.counts)
         # One batch shape for all rounds: a compiled step is made for one shape.
-        everyone = self._trained_on[1] if self.algo.trains == "pooled" else [self.sizes[s][d.members] for s, d in enumerate(self.data)]
+        everyone = self._trained_on[1] if self.algo.trains == "together" else [self.sizes[s][d.members] for s, d in enumerate(self.data)]
         self.largest = max(int(sizes.max()) for sizes in everyone)
         params = [tree.map(lambda t: t.to(self.device, self.dtype), p) for p in self.initial]
         self.state = self._initial_state(params)
@@ -189,7 +189,7 @@ class Federation:
         for s, (p, d) in enumerate(zip(params, self.data, strict=True)):
             members = torch.zeros(self.sizes.shape[1], dtype=torch.bool)
             members[d.members] = True
-            who = Population(self.sizes.shape[1], self.active, self.sizes[s], self.counts[s], members, d.sampling)
+            who = Population(self.sizes.shape[1], self.active, self.sizes[s], self.counts[s], members, d.sampling, int(self.sizes.max()))
             one = self.algo.init(self.task, p, who)
             servers.append(one.server)
             if s == 0:
@@ -217,9 +217,8 @@ class Federation:
 
     def map_method(self, name: str, size: int, *trees: Tree) -> Tree:
         """A method that takes trees alone. The defaults only rearrange trees, so they take all lanes at once, as they are."""
-        method = getattr(self.algo, name)
-        default = getattr(type(self.algo), name) is getattr(Algorithm, name)
-        return method(*trees) if default else self.map(method, size, *trees)
+        method = self.algo.method(name)
+        return method(*trees) if self.algo.is_default(name) else self.map(method, size, *trees)
 
     def info(self, lanes: Lanes, k: int) -> dict[str, Tensor]:
         """The tensors of Info for each lane, [L, ...]."""
@@ -287,7 +286,8 @@ class Federation:
         index, weight = {}, {}
         for role, what in self.algo.draws(self.active).items():
             keys = key(seeds[:, None], what.stream, lanes.user[:, None], k, at[None])
-            i, w = positions(owned, lanes, keys, what, min(what.size, self.largest - what.start), orders)
+            low, high = what.bounds(self.largest)
+            i, w = positions(owned, lanes, keys, what, min(what.size, high - low - what.start), orders)
             index[role] = torch.from_numpy(i).to(self.device)
             weight[role] = torch.from_numpy(w).to(self.device, self.dtype)
         return index, weight
@@ -302,7 +302,7 @@ class Federation:
     def lanes(self, k: int) -> tuple[Lanes, np.ndarray]:
         """Who trains in round k, seed by seed, and [S, R] which of these lanes report to the server."""
         seeds = np.arange(len(self.data))
-        if self.algo.trains == "pooled":
+        if self.algo.trains == "together":
             return Lanes(seeds, np.zeros_like(seeds)), seeds[:, None]
         active = self.cohorts(k)
         if self.algo.trains == "sampled":
@@ -355,7 +355,7 @@ class Federation:
         down = self.map_method("broadcast", seeds, self.state.server)
         # One seed: all lanes get the same, and a view is enough.
         down = tree.map(lambda t: t.expand(size, *t.shape[1:]) if seeds == 1 else t.index_select(0, seed), down)
-        if type(self.algo).unicast is Algorithm.unicast:
+        if self.algo.is_default("unicast"):
             return down
         each = tree.map(lambda t: t.unflatten(0, (seeds, -1)), info)
         own = self.map(lambda server, cohort: self.algo.unicast(server, self._info(cohort)), seeds, self.state.server, each)
@@ -410,12 +410,15 @@ class Federation:
         """Mark the seeds whose server, or a user's kept state, is not finite or has run away."""
 
         def size(leaves: list[Tensor]) -> Tensor:
-            return torch.stack([t.reshape(len(t), -1).square().sum(1) for t in leaves if t.is_floating_point()]).sum(0).sqrt()
+            return torch.stack([t.reshape(len(t), -1).square().sum(1) for t in leaves]).sum(0).sqrt()
+
+        def numbers(part: Tree) -> list[Tensor]:
+            return [leaf for leaf in tree.leaves(part) if leaf.is_floating_point()]
 
         bad = torch.zeros_like(self.diverged, dtype=torch.bool)
-        if leaves := tree.leaves(self.state.server):
+        if leaves := numbers(self.state.server):
             bad |= ~(size(leaves) <= self.limit)
-        if leaves := tree.leaves(users):
+        if leaves := numbers(users):
             seed = torch.from_numpy(lanes.seed).to(self.device)
             over = ~(size(leaves) <= self.limit[seed])
             bad |= torch.zeros_like(self.limit).index_add_(0, seed, over.to(self.dtype)) > 0
@@ -472,23 +475,25 @@ class Federation:
     ) -> None:
         price = self.price()
         steps = steps.cpu().numpy()
-        pooled = self.algo.trains == "pooled"
+        as_one = self.algo.trains == "together"
         for s, cost in enumerate(self.costs):
             mine = lanes.seed == s
             users, taken = int(mine.sum()), int(steps[mine].sum())
             for name in ("grads", "hvps", "losses"):
                 once = price["receive"][name] + price["send"][name]
                 spent = once * users + price["step"][name] * taken
-                setattr(cost, name, getattr(cost, name) + spent * (self.active if pooled else 1))
+                setattr(cost, name, getattr(cost, name) + spent * (self.active if as_one else 1))
             one = int(chosen[s, 0])
             facts = self._info(tree.at(info, one))
             reply = tree.map(lambda t, s=s: t[s, 0], replies)
-            cost.floats_down += int(self.algo.floats_down(tree.at(down, one), reply, facts)) * chosen.shape[1]
+            # Everyone who trains gets ``down``; those who report get a reply.
+            cost.floats_down += int(self.algo.floats_down(tree.at(down, one), (), facts)) * users
+            cost.floats_down += int(self.algo.floats_down((), reply, facts)) * chosen.shape[1]
             cost.floats_up += int(self.algo.floats_up(tree.at(uploads, one), facts)) * chosen.shape[1]
             cost.steps += taken
             cost.user_rounds += users
             cost.full_passes += users if self.algo.full_data else 0
-            trained = self.data[s].members if pooled else lanes.user[mine][steps[mine] > 0]
+            trained = self.data[s].members if as_one else lanes.user[mine][steps[mine] > 0]
             self.times_sampled[s, trained] += 1
 
     # --- measurements that change nothing

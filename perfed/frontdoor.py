@@ -105,7 +105,7 @@ class Composer:
         return self._trees[key]
 
     def groups(self) -> list[str]:
-        return [group for group in self.loader.list_groups("") if group != "hydra" and "schema" not in group]
+        return [group for group in self.loader.list_groups("") if group not in ("hydra", "tune") and "schema" not in group]
 
     def options(self, group: str) -> list[str]:
         from hydra.core.object_type import ObjectType
@@ -367,7 +367,7 @@ class FrontDoor:
         return self.composer.apply(keys, tree)
 
 
-_SECTIONS = ("split", "adapt", "engine")
+_SECTIONS = ("split", "adapt", "engine", "study")
 
 
 def offer_registered(composer: Composer) -> None:

@@ -129,6 +129,18 @@ def _selected(prepared: Prepared, rows: list[dict[str, Any]], models: tuple[str,
     return {"rounds": [r["round"] for r in chosen], "mean": mean, "half_width": half}
 
 
+def _sampled_alone(prepared: Prepared, scores: Scores, times: np.ndarray, diverged: dict[str, int]) -> dict[str, Any] | None:
+    """The primary cell over the users that trained at least once; None where all did, or none in some seed."""
+    seen = [p.seen & (t > 0) for p, t in zip(prepared.partitions, times, strict=True)]
+    everyone = all((mask == p.seen).all() for mask, p in zip(seen, prepared.partitions, strict=True))
+    if diverged or everyone or not all(mask.any() for mask in seen):
+        return None
+    want = primary(prepared, scores.models)
+    j, i = scores.models.index(want["model"]), scores.steps.index(want["steps"])
+    mean, half = stats.interval([scores.correct[s, mask, j, i].mean() for s, mask in enumerate(seen)])
+    return {"mean": mean, "half_width": half}
+
+
 def summary(prepared: Prepared, fed: Federation, scores: Scores, rows: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """result.json: nothing in it depends on the clock, the machine or the folder."""
     config = prepared.config
@@ -156,6 +168,8 @@ def summary(prepared: Prepared, fed: Federation, scores: Scores, rows: list[dict
         "majority": majority,
         "majority_groups": majority_groups,
         "best_on_validation": _selected(prepared, rows, scores.models) if rows and prepared.config.split.val > 0 and not diverged else None,
+        "cold_start": config.algo.cold_start,
+        "sampled_users_alone": _sampled_alone(prepared, scores, fed.times_sampled, diverged),
         "never_sampled": [int((p.seen & (t == 0)).sum()) for p, t in zip(prepared.partitions, fed.times_sampled, strict=True)],
         "costs": total,
         "per_active_user_round": {name: value / visits for name, value in total.items()},
@@ -202,6 +216,7 @@ def provenance(prepared: Prepared) -> dict[str, Any]:
         "backend": decision.backend,
         "compiled": decision.compiled,
         "chunk": decision.chunk,
+        "notes": list(decision.notes),
         "data_sha256": prepared.dataset.fingerprint,
     }
 

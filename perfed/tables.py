@@ -117,6 +117,12 @@ def run_table(result: Mapping[str, Any]) -> Grid:
     shares = result.get("majority_groups") or {}
     rows.append(["majority class", "-", percent(result.get("majority")), *(percent(shares.get(name)) for name in groups), "-"])
     notes = [f"DIVERGED: seed {seed} at round {k}." for seed, k in result["diverged"].items()]
+    if alone := result.get("sampled_users_alone"):
+        count, which = sum(result["never_sampled"]) / seeds, judged(result["primary"]["model"], result["primary"]["steps"])
+        notes.append(
+            f"{count:g} users a seed were never sampled; for them {result['cold_start']} is judged. "
+            f"{which}, without them: {accuracy_text(alone['mean'], alone['half_width'])}."
+        )
     if best := result.get("best_on_validation"):
         rounds = ", ".join(map(str, best["rounds"]))
         notes.append(f"Best on validation (rounds {rounds}): {accuracy_text(best['mean'], best['half_width'])} on test data.")
@@ -181,7 +187,7 @@ def sweep_table(runs: Sequence[Run]) -> Grid:
     same = len({text for text in stated if text}) < 2
     heads = [name if same or not text else f"{name} ({text})" for name, text in zip(algorithms, stated, strict=True)]
     done = [run for run in runs if run.complete]
-    return grid(["setting", *heads, "majority class"], rows, _sweep_caption(done, next(filter(None, stated), "") if same else ""), reasons)
+    return grid(["setting", *heads, "majority class"], rows, sweep_caption(done, next(filter(None, stated), "") if same else ""), reasons)
 
 
 def _sweep_row(name: str, cells: list[list[Run]], algorithms: list[str], reasons: list[str]) -> list[str | Cell]:
@@ -252,7 +258,8 @@ def _stated(runs: list[Run]) -> str:
     return " / ".join(models) + (f" of {' / '.join(rates)}" if rates else "")
 
 
-def _sweep_caption(runs: list[Run], stated: str) -> str:
+def sweep_caption(runs: list[Run], stated: str = "", tuned: bool = False) -> str:
+    """What the cells are: interval, protocol, what a seed redraws, and whether the steps were chosen (``tuned``: on validation data)."""
     if not runs:
         return ""
     counts = sorted({len(run.result["seeds"]) for run in runs})
@@ -264,14 +271,20 @@ def _sweep_caption(runs: list[Run], stated: str) -> str:
         f"Accuracy in percent{f' ({stated})' if stated else ''}; "
         f"± is the half-width of the 95 % Student-t interval over {seeds} of the unweighted mean over users"
         f"{'; n/a: one seed has no interval' if counts[0] == 1 else ''}; protocol {_protocol(result)}; {_redraws(result)}. "
-        "Step sizes are as configured, untuned. Bold (* in plain text): the highest mean of a row; †: not separated from it "
-        f"(paired t over common seeds, Holm over all pairs of the row, level 0.05); no marks below {MARKED_FROM} common seeds."
+        + (
+            "Hyper-parameters were chosen on validation data. Bold (* in plain text): the highest mean; †: not separated from it "
+            "(paired t over common seeds, Holm over the comparisons with it, level 0.05)"
+            if tuned
+            else "Step sizes are as configured, untuned. Bold (* in plain text): the highest mean of a row; †: not separated from it "
+            "(paired t over common seeds, Holm over all pairs of the row, level 0.05)"
+        )
+        + f"; no marks below {MARKED_FROM} common seeds."
     )
 
 
 NOT_A_SETTING = {
     "device", "data_root", "outputs", "progress", "plugins", "plan", "force", "eval_every", "checkpoint_every", "resume", "fail_fast",
-    "seed", "seeds", "hydra", "experiment", "tracker", "engine",
+    "seed", "seeds", "hydra", "experiment", "tracker", "engine", "study",
 }  # fmt: skip
 """Root keys that change no number, and the seeds, which are averaged over."""
 

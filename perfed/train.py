@@ -1,7 +1,5 @@
 """``run(config) -> Result``: a whole experiment, in plain Python, usable from a notebook.
 
-    prepare   load the data, split them, build the model, choose the device; refuses what does not fit, writes nothing
-    plan      the same, described
     run       claim a folder, train, evaluate, write the folder (see ``perfed.results``)
     rebuild   the final state of a finished run, ready to be judged again
 """
@@ -10,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -24,20 +21,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perfed import checkpoint, results, stats, tables, tree
-from perfed.algorithms.base import Population, Task
+from perfed import checkpoint, results, stats, tables
 from perfed.config import Config, absolute
-from perfed.data.datasets import Dataset, load
-from perfed.data.partition import Partition, SplitConfig, SplitTest, make
-from perfed.data.sampling import cohort_size, generator
-from perfed.device import EAGER_FLOPS, Decision, compiler_works, decide, pick_device
+from perfed.device import compiler_works
 from perfed.errors import UserError, require
-from perfed.evaluate import Protocol, Scores, adapted_models, check, judge, validate
-from perfed.federate import Federation, SeedData, make_pool
+from perfed.evaluate import Scores, adapted_models, judge, validate
+from perfed.federate import Federation
 from perfed.identity import identity
-from perfed.models import build
+from perfed.prepare import federation, prepare
 from perfed.progress import Progress
-from perfed.summary import SHOWN_ROWS, Prepared, integers, provenance, summary, user_rows
+from perfed.summary import Prepared, provenance, summary, user_rows
 from perfed.types import Params
 
 
@@ -98,191 +91,6 @@ class UserModel:
         raw = torch.as_tensor(x)
         scaled = raw.to(self._pool.scale) * self._pool.scale
         return self._apply(self.params, scaled if self._pool.shift is None else scaled + self._pool.shift)
-
-
-# ---------------------------------------------------------------- before round 1
-
-
-def prepare(config: Config) -> Prepared:
-    """Check a configuration against its data and the machine; raises UserError, writes nothing but data caches."""
-    device, notes = pick_device(config.device)
-    dataset = load(config.dataset, config.data_path)
-    classes = len(dataset.classes)
-    split = SplitConfig(val=config.split.val, test=SplitTest[config.split.test], test_share=config.split.test_share)
-    partitions, initial = [], []
-    for seed in config.seed_values:
-        of_split = seed if config.partition_seed is None else config.partition_seed
-        of_init = seed if config.init_seed is None else config.init_seed
-        partitions.append(make(config.partition, dataset, n=config.n, seed=of_split, split=split, holdout_users=config.holdout_users))
-        initial.append(build(config.model, dataset.shape, classes, generator(of_init, "init")))
-    _named("algo", lambda: config.algo.check(config.engine.dtype))
-    _disjoint(config, partitions)
-    held = all(p.val.sizes[p.seen].any() for p in partitions)
-    require(held or config.split.val == 0, "split.val", config.split.val, "0, or a share that gives at least one user a validation example")
-    _adapted(config.adapt.layers, config.model, initial[0])
-    protocol = resolve(config, config.algo)
-    check(protocol, [p.test for p in partitions])
-    decision = _decide(config, device, dataset, initial[0], config.seeds * _active(config, partitions), notes)
-    return Prepared(config, identity(config, dataset.fingerprint), dataset, partitions, initial, protocol, decision)
-
-
-def _named(group: str, f) -> None:
-    """Run a check of an option; its complaint gets the group's prefix."""
-    try:
-        f()
-    except UserError as error:
-        raise UserError(f"{group}.{error.key}", error.value, error.allowed) from None
-
-
-def _disjoint(config: Config, partitions: list[Partition]) -> None:
-    """Disjoint batches need users with enough examples for all of them."""
-    need = max((d.start + d.size for d in config.algo.draws().values() if d.start > 0), default=0)
-    small = sorted({int(u) for p in partitions for u in np.nonzero(p.seen & (p.train.sizes < need))[0]})
-    if small:
-        least = min(int(p.train.sizes[p.seen].min()) for p in partitions)
-        raise UserError("algo.batches", "disjoint", f"needs {need} train examples a user; users {small[:10]} have fewer (least {least})")
-
-
-def resolve(config: Config, algo: Any) -> Protocol:
-    """The protocol with every null filled in. Its label names each departure from the protocol's own values."""
-    rules, adapt = config.protocol, config.adapt
-    changes = [f"{key}={value}" for key in ("source", "batch", "repeats") if (value := getattr(adapt, key)) is not None]
-    if adapt.layers != "all":
-        changes.append(f"layers={adapt.layers if isinstance(adapt.layers, str) else '+'.join(adapt.layers)}")
-    if rules.support is not None:
-        changes.insert(0, f"support={rules.support}")
-    lr = adapt.lr
-    if lr is None and not algo.learned_step:
-        lr = algo.inner_step if algo.inner_step is not None else config.alpha
-    return Protocol(
-        label=rules.name + (f"[{', '.join(changes)}]" if changes else ""),
-        source=config.adapt_source,
-        support=rules.support,
-        batch=config.adapt_batch,
-        repeats=config.adapt_repeats,
-        steps=tuple(sorted({0, *config.adapt_steps})),
-        lr=None if lr is None else float(lr),
-    )
-
-
-def _adapted(layers: str | list[str], model: Any, params: Params) -> frozenset[str] | None:
-    """Names of the parameters that adaptation changes; None: all."""
-    if layers == "all":
-        return None
-    if layers == "last":
-        return frozenset(model.last_layer(params))
-    wanted = [layers] if isinstance(layers, str) else list(layers)
-    names = {name for name in params if any(name == w or name.startswith(w + ".") for w in wanted)}
-    known = sorted({name.rpartition(".")[0] or name for name in params})
-    missing = [w for w in wanted if not any(n == w or n.startswith(w + ".") for n in params)]
-    require(not missing, "adapt.layers", layers, f"all, last, or layers among {', '.join(known)}")
-    return frozenset(names)
-
-
-def _flops(config: Config, params: Params, lanes: int) -> float:
-    """A rough count for the training: 6 d B for each gradient evaluation."""
-    batches = len(config.algo.draws())
-    gradients = batches if batches < 3 else batches + 1  # a third batch feeds two gradients, or a Hessian product
-    examples = max(d.size for d in config.algo.draws().values()) * lanes * config.algo.tau * config.rounds
-    return 6.0 * tree.numel(params) * examples * gradients
-
-
-def _active(config: Config, partitions: list[Partition]) -> int:
-    return cohort_size(int(partitions[0].seen.sum()), config.r)
-
-
-def _lane_bytes(config: Config, dataset: Dataset, params: Params) -> int:
-    size = 8 if config.engine.dtype == "float64" else 4
-    inputs = int(np.prod(dataset.shape)) * sum(d.size for d in config.algo.draws().values())
-    return size * (8 * tree.numel(params) + 3 * inputs)
-
-
-def _decide(config: Config, device: torch.device, dataset: Dataset, params: Params, lanes: int, notes: list[str]) -> Decision:
-    made = decide(
-        config.engine,
-        device,
-        vmap_pays_on_cpu=config.model.vmap_pays_on_cpu,
-        model=config.model.name,
-        flops=_flops(config, params, lanes),
-        lane_bytes=_lane_bytes(config, dataset, params),
-    )
-    return replace(made, notes=(*notes, *made.notes))
-
-
-def federation(prepared: Prepared) -> Federation:
-    """The simulation before round 0."""
-    config, data = prepared.config, prepared.dataset
-    dtype = torch.float64 if config.engine.dtype == "float64" else torch.float32
-    pool = make_pool(data.x, data.y, data.offset, data.scale, prepared.decision.device, dtype)
-    adapted = _adapted(config.adapt.layers, config.model, prepared.initial[0])
-    task = Task(config.model, config.optimizer, config.server, adapted)
-    seeds = []
-    for seed, partition in zip(config.seed_values, prepared.partitions, strict=True):
-        sampling = seed if config.sampling_seed is None else config.sampling_seed
-        seeds.append(SeedData(partition, np.nonzero(partition.seen)[0], sampling))
-    return Federation(
-        algo=config.algo,
-        task=task,
-        pool=pool,
-        data=seeds,
-        initial=prepared.initial,
-        active=cohort_size(len(seeds[0].members), config.r),
-        classes=len(data.classes),
-        backend=prepared.decision.backend,
-        chunk=prepared.decision.chunk,
-        compiled=prepared.decision.compiled,
-    )
-
-
-def plan(config: Config) -> str:
-    """What a run would do: its folder, sizes, the rough time, and the group-by-class count table of its first seed."""
-    prepared = prepare(config)
-    params = prepared.initial[0]
-    size = 8 if config.engine.dtype == "float64" else 4
-    active = _active(config, prepared.partitions)
-    lanes = config.seeds * active
-    chunk = min(lanes, prepared.decision.chunk or lanes)
-    state = config.seeds * size * _state_numbers(config, prepared)
-    memory = prepared.dataset.x.nbytes + 3 * state + chunk * _lane_bytes(config, prepared.dataset, params)
-    seconds = _flops(config, params, lanes) / EAGER_FLOPS
-    names, counts = prepared.partitions[0].table(prepared.dataset.y, len(prepared.dataset.classes))
-    shown = slice(0, SHOWN_ROWS)
-    table = tables.grid(
-        ["train examples a user", *prepared.dataset.classes, "all"],
-        [[name, *(f"{v:g}" for v in row), f"{row.sum():g}"] for name, row in zip(names[shown], counts[shown], strict=True)],
-        notes=[f"first {SHOWN_ROWS} of {len(names)} rows"] if len(names) > SHOWN_ROWS else [],
-    )
-    picture = config.outputs_path / "plans" / f"{prepared.identity.name}.png"
-    drawn = f"picture: {picture}" if _draw_plan(picture, integers(counts[shown]), names[shown], prepared.dataset.classes) else "no picture"
-    return (
-        f"{prepared.identity.name}\n"
-        f"  {config.n} users, {active} active a round, {config.seeds} seeds: {lanes} lanes; "
-        f"{config.rounds} rounds of {config.algo.tau} steps; {tree.numel(params):,} parameters\n"
-        f"  device {prepared.decision.device}, backend {prepared.decision.backend}"
-        f"{', compiled' if prepared.decision.compiled else ''}; about {memory / 2**20:,.0f} MiB beside torch itself, "
-        f"roughly {seconds / 60:.1f} min of training on one CPU core\n"
-        f"  {prepared.protocol.text()}\n\n{tables.plain(table)}  {drawn}\n"
-    )
-
-
-def _state_numbers(config: Config, prepared: Prepared) -> int:
-    """Numbers that one seed keeps from round to round: the server's, and what each of the n users has."""
-    task = Task(config.model, config.optimizer, config.server)
-    counts = torch.from_numpy(prepared.partitions[0].counts(prepared.dataset.y, len(prepared.dataset.classes))[:1])
-    one = config.algo.init(task, prepared.initial[0], Population(1, 1, counts.sum(1), counts))
-    return tree.numel(one.server) + config.n * tree.numel(one.users)
-
-
-def _draw_plan(path: Path, counts: np.ndarray, names: list[str], classes: tuple[str, ...]) -> bool:
-    from perfed import figures
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figures.heat_map(counts, names, classes, path, "train examples of a user")
-    except (OSError, ValueError) as error:
-        print(f"perfed: no picture: {error}", file=sys.stderr)
-        return False
-    return True
 
 
 # ---------------------------------------------------------------- a run

@@ -5,6 +5,7 @@
     python scripts/bench.py --threads 2      only on an otherwise idle machine
     python scripts/bench.py --device cuda
     python scripts/bench.py --quick          a tiny workload, not compiled: does the script work?
+    python scripts/bench.py --all            every method: a round of the vmap backend against one of the loop, both eager
 
 Workload: 10 of 50 users, 10 local steps on batches of 40, a 784-80-60-10 network, random uint8 images in the paper's
 split (980 or 490 train examples a user), one seed. A round is draw + gather + local steps + aggregate for everyone.
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -65,6 +67,8 @@ from perfed.optimizers import LOCAL, SERVER
 
 ALPHA, BETA = 0.01, 0.1
 NAMES = {"fedavg": "FedAvg", "perfedavg_fo": "FO", "perfedavg_hf": "HF", "perfedavg": "exact"}
+FIELDS = {"fedmeta": {"tau": 1}, "metasgd": {"tau": 1}}
+LINEAR = {"mocha"}
 GRADIENTS = {"fedavg": 1, "perfedavg_fo": 2, "perfedavg_hf": 4}
 
 
@@ -95,8 +99,11 @@ class Workload:
     def federation(self, name: str, **engine) -> Federation:
         """A simulation before round 0; ``engine``: backend, chunk, compiled."""
         data, partition = _data(self)
-        fields = {"beta": BETA, "tau": self.tau, "batch": self.batch, **({} if name == "fedavg" else {"alpha": ALPHA})}
-        model = MODELS["mlp"](name="mlp", hidden=list(self.widths[1:-1]))
+        known = {f.name for f in dataclasses.fields(ALGORITHMS[name])}
+        fields = {"beta": BETA, "tau": self.tau, "batch": self.batch, "alpha": ALPHA}
+        fields = {key: value for key, value in (fields | FIELDS.get(name, {})).items() if key in known}
+        linear = name in LINEAR
+        model = MODELS["logistic"](name="logistic") if linear else MODELS["mlp"](name="mlp", hidden=list(self.widths[1:-1]))
         return Federation(
             algo=ALGORITHMS[name](name=name, **fields),
             task=Task(model, LOCAL["sgd"](name="sgd"), SERVER["average"](name="average")),
@@ -481,6 +488,29 @@ def report(work: Workload, options: argparse.Namespace, arguments: list[str], co
         grid("Must reach", ["", "measured", "needed", ""], goals(found, share["fedavg"], most))
 
 
+def all_methods(work: Workload, repeats: int) -> None:
+    """Every method: vmap against loop, and the Python-level step calls of a round, which must not grow with the users."""
+    rows = []
+    for name in sorted(ALGORITHMS):
+        feds = {backend: work.federation(name, backend=backend) for backend in ("vmap", "loop")}
+        times: dict[str, list[float]] = {backend: [] for backend in feds}
+        for repeat in range(repeats + 1):
+            for backend, fed in feds.items():
+                seconds = work.timed(fed.round)
+                if repeat:
+                    times[backend].append(1000 * seconds)
+        rounds = repeats + 1
+        more = work.federation(name, backend="vmap")
+        more.active = min(work.n, 2 * work.active)
+        for _ in range(rounds):
+            more.round()
+        calls = [f"{fed.step_calls / rounds:g}" for fed in (feds["vmap"], more, feds["loop"])]
+        ratio = median(times["loop"]) / median(times["vmap"])
+        rows.append([name, ms(times["vmap"]), ms(times["loop"]), f"{ratio:.2f}", *calls])
+    head = ["", "vmap, ms", "loop, ms", "loop / vmap", "step calls", "with twice the active users", "of the loop"]
+    grid("A round of every method, eager", head, rows)
+
+
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -490,6 +520,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the engine's step (yes; with --quick no)")
     parser.add_argument("--eager", action="store_true", help="measure the engine without torch.compile as well")
     parser.add_argument("--quick", action="store_true", help="a tiny workload")
+    parser.add_argument("--all", action="store_true", help="every method, vmap against loop")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.repeats = options.repeats or (2 if options.quick else 7)
@@ -502,6 +533,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if options.worker:
             worker(work.many(options.worker), compiled)
+            return
+        if options.all:
+            print(f"{machine(work)}\n")
+            all_methods(work, options.repeats)
             return
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             if compiled:

@@ -21,11 +21,13 @@ from perfed.optimizers import LOCAL, SERVER
 torch.set_num_threads(1)
 
 SMALL = {"tau": 3, "batch": 40, "alpha": 0.05, "beta": 0.1}
+LINEAR = {"mocha"}  # methods of linear models alone
+FIXED = {"fedmeta": {"tau": 1}, "metasgd": {"tau": 1}}  # one gradient a round is their definition
 
 
 def algorithm(name: str, **fields: Any):
     """A registered algorithm with small constants; those that it has no field for are left out. ``fields`` always count."""
-    cls = ALGORITHMS[name]
+    cls, fields = ALGORITHMS[name], {**fields, **FIXED.get(name, {})}
     has = {f.name for f in dataclasses.fields(cls)}
     return cls(name=name, **{k: v for k, v in SMALL.items() if k in has and k not in fields}, **fields)
 
@@ -78,7 +80,7 @@ def federation(
     **engine: Any,
 ) -> Federation:
     """One partition for each seed; ``active`` None is all members."""
-    model = model or MODELS["mlp"](name="mlp", hidden=[5])
+    model = model or (MODELS["logistic"](name="logistic") if algo.name in LINEAR else MODELS["mlp"](name="mlp", hidden=[5]))
     x = np.asarray(x)
     if initial is None:
         initial = [model.init(x.shape[1:], classes, generator(seed, "init")) for seed in seeds]

@@ -33,10 +33,38 @@ VARIANTS = {
     "exact-outer-inverse-root": ("perfedavg", {"hess_batch": "outer", "schedule": "inverse_root"}),
     "hf-absolute": ("perfedavg_hf", {"delta_mode": "absolute"}),
     "hf-sizes": ("perfedavg_hf", {"batch_hess": 7, "extra_iterate": True}),
+    "fedmeta-null": ("fedmeta", {"support": None}),
+    "fedmeta-fo": ("fedmeta", {"first_order": True, "batch": 5}),
+    "metasgd-null-clamp": ("metasgd", {"support": None, "clamp": True}),
+    "metasgd-frozen": ("metasgd", {"learn": False, "batch": 7}),
+    "aruba-isotropic": ("aruba", {"isotropic": True}),
+    "aruba-pp": ("aruba", {"refine_c": 0.5, "aggregation": "samples"}),
+    "reptile-linear": ("reptile", {"schedule": "linear", "rounds": 5, "eps": 0.5}),
+    "reptile-samples": ("reptile", {"aggregation": "samples", "eps": 0.5}),
+    "fedprox-stragglers": ("fedprox", {"stragglers": 0.6, "mu": 0.5}),
+    "scaffold-one": ("scaffold", {"option": "I"}),
+    "qfedavg-samples": ("qfedavg", {"aggregation": "samples", "q": 5.0}),
+    "qfedavg-half": ("qfedavg", {"q": 0.5}),
+    "admm-full": ("admm", {"scheme": "full"}),
+    "admm-untracked": ("admm", {"tracking": False}),
+    "pfedme-warm": ("pfedme", {"theta_init": "warm"}),
+    "pfedme-all": ("pfedme", {"theta_init": "warm", "train_all": True}),
+    "ditto-steps": ("ditto", {"personal_steps": 3, "personal_lr": 0.05}),
+    "apfl-adaptive": ("apfl", {"adaptive": True}),
+    "apfl-none": ("apfl", {"v_step": "none"}),
+    "l2gd-subset": ("l2gd", {"participation": "subset"}),
+    "l2gd-pull1": ("l2gd", {"pull": 1.0, "p": 0.3}),
+    "partial-all": ("partial", {"personal": "all"}),
+    "partial-none-samples": ("partial", {"personal": "none", "aggregation": "samples"}),
+    "partial-names": ("partial", {"personal": ["layer1.bias", "layer2"], "frozen": ["layer1.weight", "layer2.bias"]}),
+    "partial-alternate": ("partial", {"personal": "first", "schedule": "alternate", "personal_steps": 2}),
+    "aruba-pp-iso": ("aruba", {"refine_c": 0.5, "isotropic": True}),
 }
 CASES = {**{name: (name, {}) for name in ALGORITHMS}, **VARIANTS}
-FEW = [*ALGORITHMS, "local-equal", "fo-extra-iterate"]  # the variants with other states or lanes
-OWN_START: dict[str, set[str]] = {}  # judged models that do not start as the initial one, by algorithm
+MORE = ["local-equal", "fo-extra-iterate", "fedmeta-null", "metasgd-null-clamp", "scaffold-one", "admm-full", "l2gd-subset",
+        "pfedme-warm", "pfedme-all", "ditto-steps", "apfl-adaptive"]  # fmt: skip
+FEW = [*ALGORITHMS, *MORE]  # the variants with other states or lanes
+OWN_START = {"pooled": {"reweighted"}, "mocha": {"personal"}}  # judged models that are not the initial one before round 0, by algorithm
 ROUNDS = 2
 SIZES = [60, 40, 35, 1, 50, 45, 7]  # a batch is 40: users with more, as many, fewer, one
 SEEDS = (0, 1)
@@ -103,6 +131,8 @@ def test_backends_agree_with_other_optimizers(local, server):
 @each
 def test_padding_of_a_lane_is_exact(case):
     """One step of a user with 35 of 40 examples beside one with 60 equals his step alone, when no lane has padding."""
+    if method(case).trains == "together":
+        pytest.skip("one lane holds the data of all users")
     out = []
     for users in ([0, 1], [0]):
         fed = build(case, sizes=[35, 60], seeds=(0,), users=users, active=len(users))
@@ -111,11 +141,14 @@ def test_padding_of_a_lane_is_exact(case):
         info, ids = fed.info(lanes, 0), torch.arange(len(users))
         down = tree.at(fed.map(fed.algo.broadcast, 1, fed.state.server), torch.zeros_like(ids))
         kept = tree.at(fed.state.users, torch.zeros_like(ids), ids)
-        local = fed.map(lambda d, u, i, fed=fed: fed.algo.receive(fed.task, d, u, fed._info(i)), len(users), down, kept, info)
+        local = fed._receive(down, kept, info, lanes)
         new = fed._step(local, *({r: v[:, 0] for r, v in d.items()} for d in (index, weight)), info, None)
         out.append(tree.at(new, 0))
         padded = {role: int((w[0] == 0).sum()) for role, w in weight.items()}
-        assert padded == {role: max(0, draw.size - 35) if len(users) == 2 else 0 for role, draw in fed.algo.draws().items()}
+        draws = fed.algo.draws()
+        assert {r: n for r, n in padded.items() if draws[r].part is None} == {
+            r: max(0, d.size - 35) if len(users) == 2 else 0 for r, d in draws.items() if d.part is None
+        }
     close(*out)
 
 
@@ -249,6 +282,8 @@ def test_order_of_the_active_users_changes_nothing(case):
 def test_relabelled_users_give_relabelled_results(case):
     """Full batches, all users active: no draw depends on an id, so new ids move what belongs to users and nothing else."""
     algo = dataclasses.replace(method(case), batch=100)
+    if any(draw.part for draw in algo.draws().values()):
+        pytest.skip("which part of his data is a user's support set depends on his id")
     order = np.array([2, 0, 3, 1])
     protocol = dataclasses.replace(CLEAN, batch=None)
     fed = advance(build(algo, sizes=[12, 9, 1, 7], seeds=(0,)), ROUNDS)
@@ -277,15 +312,15 @@ def test_a_seed_alone_equals_the_seed_among_others(case, backend):
 @few
 def test_users_that_do_not_take_part_keep_their_state(case):
     fed = build(case)
-    if fed.algo.trains == "all" or not tree.leaves(fed.state.users):
+    if fed.algo.trains != "sampled" or not tree.leaves(fed.state.users):
         pytest.skip("no user state, or every user trains")
     before = clone(fed.state.users)
     fed.round()
     idle = fed.times_sampled == 0
     assert idle.any()
-    for old, new in zip(tree.leaves(before), tree.leaves(fed.state.users), strict=True):
-        assert torch.equal(old[torch.from_numpy(idle)], new[torch.from_numpy(idle)])
-        assert not torch.equal(old, new)
+    pairs = list(zip(tree.leaves(before), tree.leaves(fed.state.users), strict=True))
+    assert all(torch.equal(old[torch.from_numpy(idle)], new[torch.from_numpy(idle)]) for old, new in pairs)
+    assert any(not torch.equal(old, new) for old, new in pairs)
 
 
 # ---------------------------------------------------------------- rounds
@@ -321,10 +356,11 @@ def test_evaluating_more_often_changes_nothing(case):
 @few
 def test_step_calls_do_not_grow_with_users_or_seeds(case):
     few = advance(build(case, sizes=[20, 9, 30], seeds=(0,), active=2), 3)
-    many = advance(build(case, sizes=[20, 9, 30] * 5, seeds=(0, 1, 2), active=10), 3)
-    assert few.step_calls == many.step_calls <= 3 * few.algo.tau
+    # Thrice the same seed: a method may draw its number of steps from the seed.
+    many = advance(build(case, sizes=[20, 9, 30] * 5, seeds=(0, 0, 0), active=10), 3)
+    assert few.step_calls == many.step_calls <= 30 * few.algo.local_steps_at_most()
     loop = advance(build(case, sizes=[20, 9, 30], seeds=(0,), active=2, backend="loop"), 3)
-    assert loop.step_calls == few.step_calls * (3 if few.algo.trains == "all" else 2)
+    assert loop.step_calls == few.step_calls * {"all": 3, "sampled": 2, "together": 1}[few.algo.trains]
 
 
 @few
@@ -348,17 +384,21 @@ def test_equal_schedule_with_rounds_that_train_nobody():
 @few
 @BACKENDS
 def test_b08_seven_examples_and_a_batch_of_forty(case, backend):
-    algo = dataclasses.replace(method(case), tau=4)
+    name, fields = CASES[case]
+    algo = algorithm(name, **{**fields, "tau": 4})
     x, y = cloud(10)
     fed = federation(algo, x, y, [split([range(7)], [range(7, 10)])], backend=backend)
+    lane = Lanes(np.array([0]), np.array([0]))
+    steps = int(torch.as_tensor(algo.local_steps(fed._info(fed.info(lane, 0)))).max())
     index, weight = fed.batches(Lanes(np.array([0]), np.array([0])), 0, 4)
     sizes = {role: min(draw.size, 7) for role, draw in algo.draws().items()}
-    assert {role: tuple(v.shape) for role, v in index.items()} == {role: (1, 4, size) for role, size in sizes.items()}
-    assert all(bool((w == 1).all()) for w in weight.values())
+    whole = [role for role, draw in algo.draws().items() if draw.part is None]
+    assert {role: tuple(index[role].shape) for role in whole} == {role: (1, 4, sizes[role]) for role in whole}
+    assert all(bool((weight[role] == 1).all()) for role in whole)
     before = clone(fed.state)
     fed.round()
-    assert fed.costs[0].steps == 4 and fed.step_calls == 4
-    assert fed.costs[0].grads >= 4
+    assert fed.costs[0].steps == steps and fed.step_calls == steps
+    assert fed.costs[0].grads >= steps
     moved = [not torch.equal(a, b) for a, b in zip(tree.leaves(before), tree.leaves(fed.state), strict=True)]
     assert any(moved) and all(torch.isfinite(t).all() for t in tree.leaves(fed.state))
 

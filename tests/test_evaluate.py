@@ -21,7 +21,7 @@ from perfed.data.sampling import key, permuted
 from perfed.errors import UserError
 from perfed.evaluate import Protocol, adapted_models, check, evaluate
 from perfed.models import MODELS, Mlp
-from perfed.train import _adapted
+from perfed.prepare import _adapted
 
 CLEAN = Protocol(label="clean", source="train", support=None, batch=None, repeats=1, steps=(0, 1), lr=1.0)
 PAPER = dataclasses.replace(CLEAN, label="paper", source="test")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from perfed import cli, report, rescore, train
+from perfed import cli, prepare, report, rescore
 from perfed.config import conf_dir
 from perfed.data.datasets import Dataset
 from perfed.frontdoor import Composer, FrontDoor
@@ -61,9 +61,9 @@ def test_command_is_composed_and_planned(line, user, monkeypatch):
     monkeypatch.chdir(user)
     if "dataset=mnist" in line:
         monkeypatch.setattr("perfed.data.datasets.fingerprint", lambda *_: "blank")
-        monkeypatch.setattr("perfed.train.load", lambda *_: mnist_sized())
+        monkeypatch.setattr("perfed.prepare.load", lambda *_: mnist_sized())
     if "cuda" in line:
-        monkeypatch.setattr("perfed.train.pick_device", lambda _: (torch.device("cpu"), []))
+        monkeypatch.setattr("perfed.prepare.pick_device", lambda _: (torch.device("cpu"), []))
     flags = [word for word in words(line)[3:] if word.startswith("-")]
     overrides = [word for word in words(line)[3:] if not word.startswith("-")]
     if "--help" in flags:
@@ -72,7 +72,7 @@ def test_command_is_composed_and_planned(line, user, monkeypatch):
     assert command.multirun == ("-m" in flags)
     assert len(command.cells) == np.prod([len(word.partition("=")[2].split(",")) for word in overrides if "[" not in word], dtype=int)
     for cell in command.cells[:2]:
-        assert cell.config.algo.name in train.plan(cell.config)
+        assert cell.config.algo.name in prepare.plan(cell.config)
 
 
 @pytest.fixture(scope="module")

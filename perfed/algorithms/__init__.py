@@ -1,6 +1,11 @@
 """One paper, one file. Importing this package fills the registry."""
 
-from perfed.algorithms import fedavg, local, perfedavg
+import importlib
+import pkgutil
+
 from perfed.algorithms.base import ALGORITHMS, Algorithm
 
-__all__ = ["ALGORITHMS", "Algorithm", "fedavg", "local", "perfedavg"]
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["ALGORITHMS", "Algorithm"]

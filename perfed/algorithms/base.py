@@ -109,6 +109,7 @@ class Population(NamedTuple):
     counts: Tensor  # [N, C] int64
     members: Tensor  # [N] bool; False: held out, never drawn
     seed: int  # for set-up that is drawn at random, by ``perfed.data.sampling.generator(seed, name)``
+    largest: int = 0  # most training examples of a user in ANY seed: a size for padding, as the states of all seeds are stacked
 
 
 class Down(NamedTuple):
@@ -156,6 +157,7 @@ class Algorithm:
     own_server_step: ClassVar[bool] = False  # True: the paper fixes the server's step, and other server optimizers are refused
     plain_sgd: ClassVar[bool] = False  # True: the update is part of the method, and other local optimizers are refused
     learned_step: ClassVar[bool] = False  # True: adaptation uses a step that training learned, unless adapt.lr is given
+    cold_start: ClassVar[str] = "the global model"  # what is judged for a user that was never sampled, or is new
     wants_smoothness: ClassVar[bool] = False  # True: ``notes`` reads ``facts.smoothness``
 
     def __post_init__(self):
@@ -171,7 +173,7 @@ class Algorithm:
 
     @property
     def trains(self) -> str:
-        """Who steps: ``sampled``, the active users; ``all``, every user; ``pooled``, one model on the data of all users."""
+        """Who steps: ``sampled``, the active users; ``all``, every user; ``together``, one model on the data of all users."""
         return "sampled"
 
     @property
@@ -202,6 +204,10 @@ class Algorithm:
 
         The one method that is called for all lanes at once: the tensors of ``info`` lead with L, so use arithmetic by entries.
         """
+        return self.tau
+
+    def local_steps_at_most(self) -> int:
+        """About how many steps a user takes in a round: for estimates."""
         return self.tau
 
     # --- a round
@@ -245,7 +251,7 @@ class Algorithm:
         return tree.numel(upload)
 
     def floats_down(self, down: Tree, reply: Tree, info: Info) -> int | Tensor:
-        """Numbers that a user gets in a round."""
+        """Numbers that a user gets in a round; the engine asks for ``down`` and ``reply`` one by one, the other being ()."""
         return tree.numel(down) + tree.numel(reply)
 
     def aggregate(self, task: Task, server: Tree, uploads: Tree, cohort: Info) -> tuple[Tree, Tree]:
@@ -308,6 +314,16 @@ class Algorithm:
     def diagnostics(self, task: Task, w: Params, batches: dict[str, Batch], info: Info) -> dict[str, Tensor]:
         """Scalars measured on one user at each evaluation; they change nothing. ``w``: his first candidate, not adapted."""
         return {}
+
+    # --- for the engine
+
+    def method(self, name: str):
+        """The bound method of that name."""
+        return getattr(self, name)
+
+    def is_default(self, name: str) -> bool:
+        """Whether the method of that name is the one of this base class."""
+        return getattr(type(self), name) is getattr(Algorithm, name)
 
     # --- what the user should know before the first round
 

@@ -27,6 +27,8 @@ class LocalTraining(Algorithm):
 
     schedule: str = "cohort"
 
+    cold_start = "the initial model"
+
     def __post_init__(self):
         super().__post_init__()
         choice("schedule", self.schedule, ("cohort", "equal"))

@@ -1,0 +1,316 @@
+"""What happens before round 1: a configuration is checked against its data and the machine, and planned.
+
+    prepare      load the data, split them, build the model, choose the device; refuses what does not fit, writes nothing
+    federation   the simulation before round 0
+    plan         what a run would do, described
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from perfed import tables, tree
+from perfed.algorithms.base import Facts, Population, Task
+from perfed.config import Config
+from perfed.data.datasets import load
+from perfed.data.partition import Partition, SplitConfig, SplitTest, make
+from perfed.data.sampling import cohort_size, generator
+from perfed.device import EAGER_FLOPS, Decision, available_memory, decide, pick_device
+from perfed.errors import UserError, require
+from perfed.evaluate import Protocol, check
+from perfed.federate import Federation, Pool, SeedData, make_pool
+from perfed.identity import identity
+from perfed.models import build
+from perfed.summary import SHOWN_ROWS, Prepared, integers
+from perfed.types import Params
+
+
+def prepare(config: Config) -> Prepared:
+    """Check a configuration against its data and the machine; raises UserError, writes nothing but data caches."""
+    device, notes = pick_device(config.device)
+    dataset = load(config.dataset, config.data_path)
+    classes = len(dataset.classes)
+    split = SplitConfig(val=config.split.val, test=SplitTest[config.split.test], test_share=config.split.test_share)
+    partitions, initial = [], []
+    for seed in config.seed_values:
+        of_split = seed if config.partition_seed is None else config.partition_seed
+        of_init = seed if config.init_seed is None else config.init_seed
+        partitions.append(make(config.partition, dataset, n=config.n, seed=of_split, split=split, holdout_users=config.holdout_users))
+        initial.append(build(config.model, dataset.shape, classes, generator(of_init, "init")))
+    _named("algo", lambda: config.algo.check(config.engine.dtype))
+    _own_steps(config)
+    _disjoint(config, partitions)
+    held = all(p.val.sizes[p.seen].any() for p in partitions)
+    require(held or config.split.val == 0, "split.val", config.split.val, "0, or a share that gives at least one user a validation example")
+    _adapted(config.adapt.layers, config.model, initial[0])
+    protocol = resolve(config, config.algo)
+    check(protocol, [p.test for p in partitions])
+    prepared = Prepared(config, identity(config, dataset.fingerprint), dataset, partitions, initial, protocol, _NOT_YET)
+    prepared = replace(prepared, decision=_decide(prepared, device, notes))
+    _fits(prepared)
+    told = config.algo.notes(_facts(prepared))
+    return replace(prepared, decision=replace(prepared.decision, notes=(*prepared.decision.notes, *told)))
+
+
+def _named(group: str, f) -> None:
+    """Run a check of an option; its complaint gets the group's prefix."""
+    try:
+        f()
+    except UserError as error:
+        raise UserError(f"{group}.{error.key}", error.value, error.allowed) from None
+
+
+def _own_steps(config: Config) -> None:
+    """Refuse optimizers that a method's own update rule has no place for."""
+    name = config.algo.name
+    if config.algo.own_server_step:
+        plain = config.server.name == "average" and config.server.lr == 1
+        require(plain, "server", config.server.name, f"average with lr=1: algo={name} has a server step of its own")
+    if config.algo.plain_sgd:
+        plain = config.optimizer.name == "sgd" and config.optimizer.momentum is None and config.optimizer.weight_decay is None
+        require(plain, "optimizer", config.optimizer.name, f"sgd without momentum and weight decay: algo={name} is defined for it")
+
+
+def _disjoint(config: Config, partitions: list[Partition]) -> None:
+    """Disjoint batches need users with enough examples for all of them."""
+    need = max((d.start + d.size for d in config.algo.draws(1).values() if d.start > 0), default=0)
+    small = sorted({int(u) for p in partitions for u in np.nonzero(p.seen & (p.train.sizes < need))[0]})
+    if small:
+        least = min(int(p.train.sizes[p.seen].min()) for p in partitions)
+        raise UserError("algo.batches", "disjoint", f"needs {need} train examples a user; users {small[:10]} have fewer (least {least})")
+
+
+def resolve(config: Config, algo: Any) -> Protocol:
+    """The protocol with every null filled in. Its label names each departure from the protocol's own values."""
+    rules, adapt = config.protocol, config.adapt
+    changes = [f"{key}={value}" for key in ("source", "batch", "repeats") if (value := getattr(adapt, key)) is not None]
+    if adapt.layers != "all":
+        changes.append(f"layers={adapt.layers if isinstance(adapt.layers, str) else '+'.join(adapt.layers)}")
+    if rules.support is not None:
+        changes.insert(0, f"support={rules.support}")
+    lr = adapt.lr
+    if lr is None and not algo.learned_step:
+        lr = algo.inner_step if algo.inner_step is not None else config.alpha
+    return Protocol(
+        label=rules.name + (f"[{', '.join(changes)}]" if changes else ""),
+        source=config.adapt_source,
+        support=rules.support,
+        batch=config.adapt_batch,
+        repeats=config.adapt_repeats,
+        steps=tuple(sorted({0, *config.adapt_steps})),
+        lr=None if lr is None else float(lr),
+    )
+
+
+def _adapted(layers: str | list[str], model: Any, params: Params) -> frozenset[str] | None:
+    """Names of the parameters that adaptation changes; None: all."""
+    if layers == "all":
+        return None
+    if layers == "last":
+        return frozenset(model.last_layer(params))
+    wanted = [layers] if isinstance(layers, str) else list(layers)
+    names = {name for name in params if any(name == w or name.startswith(w + ".") for w in wanted)}
+    known = sorted({name.rpartition(".")[0] or name for name in params})
+    missing = [w for w in wanted if not any(n == w or n.startswith(w + ".") for n in params)]
+    require(not missing, "adapt.layers", layers, f"all, last, or layers among {', '.join(known)}")
+    return frozenset(names)
+
+
+_NOT_YET = Decision(torch.device("cpu"), "loop", None, False, ())
+
+
+def _active(config: Config, partitions: list[Partition]) -> int:
+    return cohort_size(int(partitions[0].seen.sum()), config.r)
+
+
+def _lanes(prepared: Prepared) -> int:
+    """Seeds times the users that train in a round."""
+    config, who = prepared.config, prepared.config.algo.trains
+    members = int(prepared.partitions[0].seen.sum())
+    return config.seeds * {"sampled": _active(config, prepared.partitions), "all": members}.get(who, 1)
+
+
+def _examples(prepared: Prepared) -> int:
+    """Examples that a lane reads in one step, over all roles."""
+    return sum(d.size for d in prepared.config.algo.draws(_active(prepared.config, prepared.partitions)).values())
+
+
+def _flops(prepared: Prepared) -> float:
+    """A rough count for the training: 6 d B for each gradient evaluation."""
+    config = prepared.config
+    draws = config.algo.draws(_active(config, prepared.partitions)).values()
+    gradients = len(draws) if len(draws) < 3 else len(draws) + 1  # a third batch feeds two gradients, or a Hessian product
+    steps = config.algo.local_steps_at_most()
+    examples = max(d.size for d in draws) * _lanes(prepared) * steps * config.rounds
+    return 6.0 * tree.numel(prepared.initial[0]) * examples * gradients
+
+
+def _number_bytes(config: Config) -> int:
+    return 8 if config.engine.dtype == "float64" else 4
+
+
+def _lane_bytes(prepared: Prepared) -> int:
+    inputs = int(np.prod(prepared.dataset.shape)) * _examples(prepared)
+    if prepared.config.algo.full_data:
+        inputs += int(np.prod(prepared.dataset.shape)) * max(int(p.train.sizes.max()) for p in prepared.partitions)
+    return _number_bytes(prepared.config) * (8 * tree.numel(prepared.initial[0]) + 3 * inputs)
+
+
+def _decide(prepared: Prepared, device: torch.device, notes: list[str]) -> Decision:
+    config = prepared.config
+    made = decide(
+        config.engine,
+        device,
+        vmap_pays_on_cpu=config.model.vmap_pays_on_cpu,
+        model=config.model.name,
+        flops=_flops(prepared),
+        lane_bytes=_lane_bytes(prepared),
+        user_bytes=_number_bytes(config) * config.seeds * _state_numbers(prepared)[1],
+    )
+    return replace(made, notes=(*notes, *made.notes))
+
+
+def _task(prepared: Prepared) -> Task:
+    config = prepared.config
+    return Task(config.model, config.optimizer, config.server, _adapted(config.adapt.layers, config.model, prepared.initial[0]))
+
+
+def _population(prepared: Prepared, row: int = 0) -> Population:
+    """The users of the seed in a row."""
+    config, part = prepared.config, prepared.partitions[row]
+    counts = torch.from_numpy(part.counts(prepared.dataset.y, len(prepared.dataset.classes)))
+    sampling = config.seed_values[row] if config.sampling_seed is None else config.sampling_seed
+    sizes, seen = torch.from_numpy(part.train.sizes), torch.from_numpy(part.seen)
+    return Population(part.n, _active(config, prepared.partitions), sizes, counts, seen, sampling)
+
+
+def _state_numbers(prepared: Prepared) -> tuple[int, int]:
+    """Numbers that one seed keeps from round to round: (the server's, all users'). Raises UserError where a method refuses its users."""
+    state: list[Any] = []
+    _named("algo", lambda: state.append(prepared.config.algo.init(_task(prepared), prepared.initial[0], _population(prepared))))
+    return tree.numel(state[0].server), tree.numel(state[0].users)
+
+
+def needed_bytes(prepared: Prepared) -> tuple[int, int]:
+    """A rough peak of memory beside torch itself: (with the computing device, where users' state lies)."""
+    config, size = prepared.config, _number_bytes(prepared.config)
+    server, users = (config.seeds * size * numbers for numbers in _state_numbers(prepared))
+    lanes = _lanes(prepared)
+    together = min(lanes, prepared.decision.chunk or lanes)
+    rows = 4 * size * lanes * users // max(1, config.seeds * config.n * size)  # read, written, undone, checked
+    sent = 2 * size * lanes * tree.numel(prepared.initial[0])
+    return prepared.dataset.x.nbytes + 3 * server + sent + rows + together * _lane_bytes(prepared), users
+
+
+def _fits(prepared: Prepared) -> None:
+    """Refuse a run that cannot fit, before anything is allocated."""
+    here, parked = needed_bytes(prepared)
+    device, host = prepared.decision.device, prepared.decision.state_device
+    wanted = {device: here + (parked if host == device else 0), **({host: parked} if host != device else {})}
+    for place, count in wanted.items():
+        free = available_memory(place)
+        if free is not None and count > free:
+            raise UserError(
+                "n",
+                prepared.config.n,
+                f"too many for the memory of {place}: this run needs about {count / 2**30:,.1f} GiB and {free / 2**30:,.1f} GiB are free; "
+                "fewer users or seeds, a smaller engine.chunk or model, or engine.state_device=cpu",
+            )
+
+
+def _facts(prepared: Prepared) -> Facts:
+    config = prepared.config
+    members = int(prepared.partitions[0].seen.sum())
+    smoothness = _smoothness(prepared) if config.algo.wants_smoothness else None
+    return Facts(members, _active(config, prepared.partitions), config.rounds, smoothness)
+
+
+def _smoothness(prepared: Prepared) -> float:
+    """Largest Hessian eigenvalue (in size) of the first user's loss at w_0, by power iteration on 256 of his examples."""
+    params = tree.map(lambda t: t.to(torch.float64), prepared.initial[0])
+    data, part = prepared.dataset, prepared.partitions[0]
+    index = torch.from_numpy(part.train.of(int(np.nonzero(part.seen)[0][0]))[:256])
+    pool = make_pool(data.x, data.y, data.offset, data.scale, torch.device("cpu"), torch.float64)
+    batch, task = pool.batch(index, torch.ones(len(index), dtype=torch.float64)), _task(prepared)
+    v = tree.map(torch.ones_like, params)
+    size = 0.0
+    for _ in range(12):
+        v = tree.scale(1 / tree.norm(v).clamp(min=1e-300), v)
+        v = task.hvp(params, batch, v)
+        size = float(tree.norm(v))
+    return size
+
+
+def federation(prepared: Prepared) -> Federation:
+    """The simulation before round 0."""
+    config, data = prepared.config, prepared.dataset
+    dtype = torch.float64 if config.engine.dtype == "float64" else torch.float32
+    pool: Pool = make_pool(data.x, data.y, data.offset, data.scale, prepared.decision.device, dtype)
+    task = _task(prepared)
+    seeds = []
+    for seed, partition in zip(config.seed_values, prepared.partitions, strict=True):
+        sampling = seed if config.sampling_seed is None else config.sampling_seed
+        seeds.append(SeedData(partition, np.nonzero(partition.seen)[0], sampling))
+    return Federation(
+        algo=config.algo,
+        task=task,
+        pool=pool,
+        data=seeds,
+        initial=prepared.initial,
+        active=cohort_size(len(seeds[0].members), config.r),
+        classes=len(data.classes),
+        backend=prepared.decision.backend,
+        chunk=prepared.decision.chunk,
+        compiled=prepared.decision.compiled,
+        state_device=prepared.decision.state_device,
+    )
+
+
+def plan(config: Config) -> str:
+    """What a run would do: its folder, sizes, the rough time, and the group-by-class count table of its first seed."""
+    prepared = prepare(config)
+    params = prepared.initial[0]
+    active = _active(config, prepared.partitions)
+    lanes = _lanes(prepared)
+    here, parked = needed_bytes(prepared)
+    memory = f"about {(here + parked) / 2**20:,.0f} MiB beside torch itself"
+    if prepared.decision.state_device != prepared.decision.device:
+        memory = f"about {here / 2**20:,.0f} MiB there and {parked / 2**20:,.0f} MiB of users' state on the host"
+    seconds = _flops(prepared) / EAGER_FLOPS
+    names, counts = prepared.partitions[0].table(prepared.dataset.y, len(prepared.dataset.classes))
+    shown = slice(0, SHOWN_ROWS)
+    table = tables.grid(
+        ["train examples a user", *prepared.dataset.classes, "all"],
+        [[name, *(f"{v:g}" for v in row), f"{row.sum():g}"] for name, row in zip(names[shown], counts[shown], strict=True)],
+        notes=[f"first {SHOWN_ROWS} of {len(names)} rows"] if len(names) > SHOWN_ROWS else [],
+    )
+    picture = config.outputs_path / "plans" / f"{prepared.identity.name}.png"
+    drawn = f"picture: {picture}" if _draw_plan(picture, integers(counts[shown]), names[shown], prepared.dataset.classes) else "no picture"
+    return (
+        f"{prepared.identity.name}\n"
+        f"  {config.n} users, {active} active a round, {config.seeds} seeds: {lanes} lanes; "
+        f"{config.rounds} rounds of {config.algo.tau} steps; {tree.numel(params):,} parameters\n"
+        f"  device {prepared.decision.device}, backend {prepared.decision.backend}"
+        f"{', compiled' if prepared.decision.compiled else ''}; {memory}, "
+        f"roughly {seconds / 60:.1f} min of training on one CPU core\n"
+        + "".join(f"  {line}\n" for line in config.algo.notes(_facts(prepared)))
+        + f"  {prepared.protocol.text()}\n\n{tables.plain(table)}  {drawn}\n"
+    )
+
+
+def _draw_plan(path: Path, counts: np.ndarray, names: list[str], classes: tuple[str, ...]) -> bool:
+    from perfed import figures
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figures.heat_map(counts, names, classes, path, "train examples of a user")
+    except (OSError, ValueError) as error:
+        print(f"perfed: no picture: {error}", file=sys.stderr)
+        return False
+    return True

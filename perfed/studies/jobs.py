@@ -1,0 +1,105 @@
+"""Runs that belong together: a study composes many configurations and trains them, in several processes if there are cores.
+
+Every run has its own folder, so a study that is interrupted and started again trains only what is missing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perfed.config import Config, parse
+from perfed.errors import UserError
+
+Compose = Callable[[Sequence[str]], Any]
+"""Words of the command line -> a composed tree (``perfed.frontdoor.compose``)."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a study gets: the configuration of its command, the user's own words, and the way to compose others."""
+
+    config: Config
+    words: tuple[str, ...]
+    compose: Compose
+
+    def parsed(self, *words: str) -> Config:
+        """The configuration of the command with more words."""
+        return parse(self.compose([*self.words, *words]))
+
+    @property
+    def processes(self) -> int:
+        """How many runs go on at once."""
+        jobs = self.config.study.jobs
+        return max(1, os.cpu_count() or 1) if jobs == "auto" else int(jobs)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: how it is announced, and the words that compose it."""
+
+    label: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a job ended. ``folder`` None: it was refused; ``problem``: one line, or None."""
+
+    folder: Path | None
+    seconds: float
+    problem: str | None = None
+
+
+def _work(words: tuple[str, ...]) -> Done:
+    """Train one configuration, in whatever process this is."""
+    from perfed import results, train
+    from perfed.frontdoor import compose
+
+    started, folder = time.perf_counter(), None
+    try:
+        config = parse(compose(list(words)))
+        folder = train.run(config).folder
+    except UserError as error:
+        return Done(None, time.perf_counter() - started, str(error))
+    except results.Held as error:
+        return Done(None, time.perf_counter() - started, str(error))
+    except train.Interrupted as error:
+        return Done(None, time.perf_counter() - started, str(error))
+    except Exception as error:  # the folder holds the traceback; the other runs go on
+        return Done(folder, time.perf_counter() - started, f"{type(error).__name__}: {error}")
+    return Done(folder, time.perf_counter() - started)
+
+
+def run_all(jobs: Sequence[Job], context: Context, title: str) -> dict[str, Done]:
+    """Train all jobs and say a line for each that ends. Raises KeyboardInterrupt once every running job has stored its state."""
+    done: dict[str, Done] = {}
+    words = {job.label: (*context.words, *job.words, "progress=off", "study.name=null", "plan=false") for job in jobs}
+
+    def tell(label: str, end: Done) -> None:
+        done[label] = end
+        what = end.problem or f"{end.seconds:.1f} s"
+        print(f"perfed: {title} {len(done)} of {len(jobs)}: {label}: {what}", file=sys.stderr, flush=True)
+
+    if context.processes == 1 or len(jobs) == 1:
+        for job in jobs:
+            tell(job.label, _work(words[job.label]))
+        return done
+    with ProcessPoolExecutor(min(context.processes, len(jobs)), multiprocessing.get_context("spawn")) as pool:
+        try:
+            waiting = {pool.submit(_work, words[job.label]): job.label for job in jobs}
+            for future in as_completed(waiting):
+                tell(waiting[future], future.result())
+        except BaseException:
+            for process in list((pool._processes or {}).values()):
+                process.terminate()  # SIGTERM: a run ends its round and keeps its state
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return done

@@ -1,0 +1,133 @@
+"""Studies: their spaces, budgets, choices and reports."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from perfed import cli, results
+from perfed.algorithms import ALGORITHMS
+from perfed.config import parse
+from perfed.errors import UserError
+from perfed.frontdoor import compose
+from perfed.studies import all_methods
+from perfed.studies.jobs import Context, Done
+
+SMALL = ["dataset=synthetic", "partition=iid", "n=6", "r=0.5", "batch=8", "model.hidden=[6]", "split.val=0.25", "seeds=2", "study.jobs=1"]
+
+
+def context(*words: str) -> Context:
+    return Context(parse(compose(["experiment=all_methods", *SMALL, *words])), ("experiment=all_methods", *SMALL, *words), compose)
+
+
+def test_every_method_has_a_space_of_equally_many_trials():
+    assert set(all_methods.methods()) <= set(ALGORITHMS)
+    assert set(ALGORITHMS) - set(all_methods.methods()) == {"partial"}  # its presets stand for it
+    for method in all_methods.methods():
+        space = all_methods.space(method)
+        assert len(space.trials) == all_methods.TRIALS
+        for trial in space.trials:  # every point of every grid is a legal configuration
+            parse(compose([f"algo={method}", *space.fixed, *all_methods.words(trial)]))
+
+
+@pytest.mark.parametrize(
+    "method, rounds",
+    # Of a budget of 1,000 with tau = 10: one gradient a step is 10 a round; FO 20, HF 40; exact 2 + 2 (one Hessian product) = 40;
+    # Ditto 10 + 10; APFL 2 a step; local 10; q-FedAvg 10 (its losses are no gradients); FedMeta 2 + 2 in its one step.
+    [("fedavg", 100), ("local", 100), ("perfedavg_fo", 50), ("perfedavg_hf", 25), ("perfedavg", 25), ("ditto", 50), ("apfl", 50),
+     ("qfedavg", 100), ("fedmeta", 250)],
+)  # fmt: skip
+def test_rounds_follow_from_the_budget(method, rounds):
+    ctx = context()
+    assert all_methods.rounds_for(ctx.parsed(f"algo={method}"), 1000) == rounds
+
+
+def test_edges_are_flagged():
+    space = all_methods.Space("x", (), {"beta": [0.1, 0.2, 0.3], "flag": [True, False], "two": [1, 2]})
+    assert space.edges({"beta": 0.1, "flag": True, "two": 1}) == ["beta"]
+    assert space.edges({"beta": 0.2, "flag": True, "two": 2}) == []
+
+
+def test_the_study_from_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["experiment=all_methods", *SMALL, "study.methods=[fedavg,local]", "study.budget=20"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr()
+    assert out.err.count("trial") == 2 * all_methods.TRIALS and "method 2 of 2" in out.err
+    (folder,) = (tmp_path / "outputs").glob("all_methods-synthetic-*")
+    table = pd.read_csv(folder / "methods.csv")
+    assert set(table["method"]) == {"fedavg", "local", "majority class"}
+    shown = [float(text.split(" ")[0]) for text in table["accuracy % ± 95 % CI"][:2]]
+    assert shown == sorted(shown, reverse=True)
+    assert set(table["rounds"][:2]) == {"2"}
+    # The choice is the trial with the highest validation accuracy, by hand from the runs' files.
+    best: dict[str, tuple[float, float]] = {}
+    for path in (tmp_path / "outputs").glob("*-synthetic-*/rounds.csv"):
+        run = results.load(path.parent)
+        if run.result["seeds"] == [1000]:
+            last = run.rounds[(run.rounds["round"] == 2) & (run.rounds["steps"] == 1)]
+            found = (float(last["val_accuracy"].mean()), -run.result["beta"])  # of equals, the first in the grid: the smallest
+            best[run.result["algo"]] = max(best.get(run.result["algo"], (-1.0, 0.0)), found)
+    choices = pd.read_csv(folder / "choices.csv").set_index("method")
+    assert {m: -beta for m, (_, beta) in best.items()} == {m: float(choices["chosen"][m].partition("=")[2]) for m in best}
+    final = [r for p in (tmp_path / "outputs").glob("*-synthetic-*/result.json") if (r := results.read_json(p))["seeds"] == [0, 1]]
+    assert {r["algo"]: r["beta"] for r in final} == {m: -beta for m, (_, beta) in best.items()}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs").glob("*-synthetic-*/users.csv")}
+    assert cli.main(words) == 0  # nothing is trained again
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_the_plan_of_a_study_trains_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["experiment=all_methods", *SMALL, "study.methods=[fedavg,perfedavg_hf]", "plan=true"]) == 0
+    text = capsys.readouterr().out
+    assert "12 trials of 1 seed(s) and 2 runs of 2 seeds" in text
+    assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").glob("*/status.json"))
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["algo=fedavg"], "algo=fedavg: study all_methods chooses the algorithms"),
+        (["study.methods=[fedavgg]"], "study.methods"),
+        (["study.budget=0"], "study.budget"),
+        (["study.jobs=0"], "study.jobs"),
+        (["split.val=0"], "split.val"),
+        (["study.name=nothing"], "study.name"),
+    ],
+)
+def test_bad_words_of_a_study(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["experiment=all_methods", *[w for w in SMALL if w.split("=")[0] != words[0].split("=")[0]], *words]) == 1
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_run_that_failed_is_named_and_the_others_stand():
+    chosen = {"a": ({"beta": 1}, 0.5), "b": None}
+    assert all_methods._why("b", chosen, {}) == "every trial failed or diverged"
+    assert all_methods._why("a", chosen, {"a": Done(None, 1.0, "n=5: too many")}) == "n=5: too many"
+
+
+def test_marks_compare_with_the_best_alone():
+    rng = np.random.default_rng(0)
+    base = {str(s): float(v) for s, v in enumerate(rng.normal(0.8, 0.02, 5))}
+    best = {s: v + 0.05 for s, v in base.items()}
+    values = {"best": best, "same": {s: v + (-1) ** int(s) * 1e-3 for s, v in best.items()}, "low": base}
+    means = {m: (float(np.mean(list(v.values()))), 0.01) for m, v in values.items()}
+    top = max(means, key=lambda m: means[m][0])
+    bold, dagger = all_methods._marks(values, means)
+    assert bold == {top} and dagger == {"best", "same"} - {top}
+    assert all_methods._marks({m: dict(list(v.items())[:4]) for m, v in values.items()}, means) == (set(), set())
+
+
+def test_a_study_is_no_part_of_who_a_run_is():
+    from perfed.identity import identity
+
+    one = parse(compose([]))
+    other = parse(compose(["study.name=all_methods", "study.budget=7"]))
+    assert identity(one, "x").hash == identity(other, "x").hash
+    with pytest.raises(UserError, match=r"study.methods=3: all, or a list of methods"):
+        parse(compose(["study.methods=3"]))
