@@ -131,7 +131,7 @@ class Partial(Algorithm):
         return {key: server[key] for key in ("w", "frozen", "order")}
 
     def floats_down(self, down, reply, info):
-        return tree.numel(down["w"])
+        return tree.numel(down["w"]) if down else 0
 
     def receive(self, task, down, user, info, full=None):
         own, shared = (Part(w, task.local.init(w) if w else ()) for w in (user, down["w"]))
