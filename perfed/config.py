@@ -163,13 +163,15 @@ class Study:
     """A study of several runs (``experiment=<name>`` sets it); no part of who a run is.
 
     ``methods`` "all" or names; ``budget`` gradient evaluations of a training user, None: ``rounds`` for all;
-    ``tuning_seeds`` seeds of a trial; ``jobs`` runs at once, "auto" one for each CPU core.
+    ``tuning_seeds`` seeds of a trial, ``tuning_share`` the share of the rounds that it runs; ``jobs`` runs at once,
+    "auto" one for each CPU core.
     """
 
     name: str | None = None
     methods: Any = "all"
     budget: int | None = 1000
     tuning_seeds: int = 1
+    tuning_share: float = 1.0
     jobs: Any = "auto"
 
     def __post_init__(self):
@@ -180,6 +182,7 @@ class Study:
         ok = self.budget is None or self.budget >= 1
         require(ok, "budget", self.budget, "a whole number >= 1 of gradient evaluations, or null: equal rounds")
         require(self.tuning_seeds >= 1, "tuning_seeds", self.tuning_seeds, "a whole number >= 1")
+        require(0 < self.tuning_share <= 1, "tuning_share", self.tuning_share, "a share of the rounds in (0, 1]")
         self.jobs = _number_or_text(self.jobs)
         ok = self.jobs == "auto" or (_whole(self.jobs) and self.jobs >= 1)
         require(ok, "jobs", self.jobs, "auto or a whole number >= 1")

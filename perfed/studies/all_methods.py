@@ -111,8 +111,9 @@ def main(context: Context) -> int:
     seeds = f"{TRIALS} trials each on {config.study.tuning_seeds} seed(s), then {config.seeds} seeds"
     print(f"perfed: {len(spaces)} methods, {seeds}; {context.processes} at once", flush=True)
     common = {s.method: (f"algo={s.method}", *s.fixed, f"rounds={rounds[s.method]}") for s in spaces}
+    short = {m: f"rounds={max(1, round(config.study.tuning_share * count))}" for m, count in rounds.items()}
     tuning = [f"seed={config.seed + TUNING_SEED}", f"seeds={config.study.tuning_seeds}", f"eval_every={10**6}"]
-    jobs = [Job(_label(s.method, t), (*common[s.method], *words(t), *tuning)) for s in spaces for t in s.trials]
+    jobs = [Job(_label(s.method, t), (*common[s.method], *words(t), *tuning, short[s.method])) for s in spaces for t in s.trials]
     tried = run_all(jobs, context, "trial")
     scores = {s.method: [(t, _validation(tried[_label(s.method, t)])) for t in s.trials] for s in spaces}
     ended_well = {method: [pair for pair in pairs if pair[1] is not None] for method, pairs in scores.items()}
@@ -150,7 +151,7 @@ def _report(context: Context, spaces: list[Space], rounds: dict[str, int], score
     runs = {m: run for m, run in runs.items() if run.complete}
     missing = [s.method for s in spaces if s.method not in runs]
     table = method_table(runs, rounds)
-    choices = _choices(spaces, scores, chosen)
+    choices = _choices(spaces, scores, chosen, config.study.tuning_share)
     folder = config.outputs_path / _name(config, spaces)
     text = (
         f"# All methods on {config.dataset.name}\n\n{tables.markdown(table)}\n## What was chosen\n\n{tables.markdown(choices)}\n"
@@ -170,7 +171,7 @@ def _report(context: Context, spaces: list[Space], rounds: dict[str, int], score
 
 def _name(config: Config, spaces: list[Space]) -> str:
     grids = [[s.method, s.fixed, s.grid] for s in spaces]
-    content = json.dumps([identity(config, "").hash, config.study.budget, config.study.tuning_seeds, grids])
+    content = json.dumps([identity(config, "").hash, config.study.budget, config.study.tuning_seeds, config.study.tuning_share, grids])
     return f"all_methods-{config.dataset.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
@@ -251,7 +252,7 @@ def _marks(per_seed: Mapping[str, Mapping[str, float]], means: Mapping[str, Any]
     return {best}, {m for m, p in zip(others, adjusted, strict=True) if p > 0.05}
 
 
-def _choices(spaces: list[Space], scores: Any, chosen: Any) -> tables.Grid:
+def _choices(spaces: list[Space], scores: Any, chosen: Any, share: float) -> tables.Grid:
     rows = []
     for s in spaces:
         if chosen[s.method] is None:
@@ -271,8 +272,8 @@ def _choices(spaces: list[Space], scores: Any, chosen: Any) -> tables.Grid:
         )
     caption = (
         f"The best of {TRIALS} trials for each method by accuracy on validation data (training data held out, other seeds than the "
-        "table's). Range: over the trials that ended without diverging (how many). At an edge: the chosen value is the smallest or "
-        "largest of its grid, a better one may lie beyond."
+        f"table's{'' if share == 1 else f', {share:g} of its rounds'}). Range: over the trials that ended without diverging (how many). "
+        "At an edge: the chosen value is the smallest or largest of its grid, a better one may lie beyond."
     )
     return tables.grid(["method", "chosen", "validation %", "range % (trials)", "at an edge"], rows, caption)
 
