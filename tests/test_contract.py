@@ -134,6 +134,8 @@ def test_padding_of_a_lane_is_exact(case):
     """One step of a user with 35 of 40 examples beside one with 60 equals his step alone, when no lane has padding."""
     if method(case).trains == "together":
         pytest.skip("one lane holds the data of all users")
+    if method(case).name in ROWS_ON_SERVER:
+        pytest.skip("a step depends on how many users there are")
     out = []
     for users in ([0, 1], [0]):
         fed = build(case, sizes=[35, 60], seeds=(0,), users=users, active=len(users))

@@ -78,6 +78,17 @@ def _work(words: tuple[str, ...]) -> Done:
     return Done(folder, time.perf_counter() - started)
 
 
+def _stop(pool: ProcessPoolExecutor) -> None:
+    """End the workers by SIGTERM: a run ends its round and keeps its state. Again and again, since a worker whose run has ended
+    takes the next job that is queued already."""
+    workers = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    while alive := [worker for worker in workers if worker.is_alive()]:
+        for worker in alive:
+            worker.terminate()
+        time.sleep(0.5)
+
+
 def run_all(jobs: Sequence[Job], context: Context, title: str) -> dict[str, Done]:
     """Train all jobs and say a line for each that ends. Raises KeyboardInterrupt once every running job has stored its state."""
     done: dict[str, Done] = {}
@@ -98,8 +109,6 @@ def run_all(jobs: Sequence[Job], context: Context, title: str) -> dict[str, Done
             for future in as_completed(waiting):
                 tell(waiting[future], future.result())
         except BaseException:
-            for process in list((pool._processes or {}).values()):
-                process.terminate()  # SIGTERM: a run ends its round and keeps its state
-            pool.shutdown(wait=True, cancel_futures=True)
+            _stop(pool)
             raise
     return done
