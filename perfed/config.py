@@ -210,6 +210,7 @@ class Root:
     data_root: str = "~/.cache/perfed"
     outputs: str = "outputs"
     progress: str = "auto"
+    pictures: bool = True
     plugins: list[str] = field(default_factory=list)
     plan: bool = False
     force: bool = False

@@ -16,7 +16,7 @@ COSTS = {"grad_evals": "gradient evaluations", "hvps": "Hessian-vector products"
 FORMATS = {"plain": tables.plain, "markdown": tables.markdown, "csv": tables.to_csv}
 
 
-def write_report(folder: Path | str) -> list[str]:
+def write_report(folder: Path | str, pictures: bool = True) -> list[str]:
     """Write report.md and its pictures into a run folder that holds result.json, rounds.csv and users.csv.
 
     A picture that cannot be drawn costs only itself: what went wrong stands in the report and is returned, one line each.
@@ -24,14 +24,16 @@ def write_report(folder: Path | str) -> list[str]:
     """
     run = results.load(folder)
     require(run.result is not None, "run", run.folder, "no result.json: the run has not ended")
-    drawn, problems = _pictures(run)
+    drawn, problems = _pictures(run) if pictures else ({}, [])
     parts = [
         f"# {run.result['name']}\n",
         _what(run.result),
         "## Result\n\n" + tables.markdown(tables.run_table(run.result)),
         "## Costs\n\n" + tables.markdown(costs_table(run.result)) + _hf_error(run),
         *_partition(run.result),
-        "## Pictures\n\n" + "".join(f"![{alt}]({name})\n\n" for name, alt in drawn.items()) + "".join(f"{line}\n" for line in problems),
+        ("## Pictures\n\n" if pictures else "No pictures (pictures=false).\n")
+        + "".join(f"![{alt}]({name})\n\n" for name, alt in drawn.items())
+        + "".join(f"{line}\n" for line in problems),
         *_provenance(run),
     ]
     results.write_text(run.folder / "report.md", "\n".join(parts))

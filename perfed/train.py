@@ -334,7 +334,7 @@ def _write(
     timing = [{"what": name, "value": round(value, 3), "unit": "s"} for name, value in clock.items()]
     timing.append({"what": "peak memory", "value": round(peak, 1), "unit": "MiB"})
     results.write_csv(folder / "timing.csv", timing, ["what", "value", "unit"])
-    for line in write_report(folder):
+    for line in write_report(folder, prepared.config.pictures):
         progress.say("warning: " + line)
     (folder / "state.pt").unlink(missing_ok=True)
     status = "DIVERGED" if result["diverged"] else "DONE"

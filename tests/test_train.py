@@ -46,7 +46,7 @@ def config(tmp_path):
 @pytest.fixture
 def plain(monkeypatch):
     """Runs without report, pictures, binomial floor and questions to git, which take most of the time of a small run."""
-    monkeypatch.setattr("perfed.report.write_report", lambda folder: [])
+    monkeypatch.setattr("perfed.report.write_report", lambda folder, pictures: [])
     monkeypatch.setattr("perfed.train.provenance", lambda prepared: {})
     monkeypatch.setattr("perfed.stats.binomial_floor", lambda accuracy, sizes: 0.0)
 

@@ -97,11 +97,11 @@ class FedU(Algorithm):
             a = np.load(self.path, allow_pickle=False) if self.path.endswith(".npy") else np.loadtxt(self.path, delimiter=",", ndmin=2)
             a = np.asarray(a, dtype=np.float64)
         except (OSError, ValueError, TypeError) as error:
-            raise UserError("algo.path", self.path, f"cannot be read: {error}") from error
+            raise UserError("path", self.path, f"cannot be read: {error}") from error
         fits = a.shape == (n, n)
-        require(fits, "algo.path", self.path, f"a matrix of {n} x {n} numbers, one row a user; this one has the shape {a.shape}")
-        require(bool(np.isfinite(a).all() and (a >= 0).all()), "algo.path", self.path, "numbers >= 0 only")
-        require(bool(np.array_equal(a, a.T)), "algo.path", self.path, "a symmetric matrix; this one is not equal to its transpose")
+        require(fits, "path", self.path, f"a matrix of {n} x {n} numbers, one row a user; this one has the shape {a.shape}")
+        require(bool(np.isfinite(a).all() and (a >= 0).all()), "path", self.path, "numbers >= 0 only")
+        require(bool(np.array_equal(a, a.T)), "path", self.path, "a symmetric matrix; this one is not equal to its transpose")
         return a * (1 - np.eye(n))
 
     def init(self, task, params, population):

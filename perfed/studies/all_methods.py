@@ -112,7 +112,7 @@ def main(context: Context) -> int:
     print(f"perfed: {len(spaces)} methods, {seeds}; {context.processes} at once", flush=True)
     common = {s.method: (f"algo={s.method}", *s.fixed, f"rounds={rounds[s.method]}") for s in spaces}
     short = {m: f"rounds={max(1, round(config.study.tuning_share * count))}" for m, count in rounds.items()}
-    tuning = [f"seed={config.seed + TUNING_SEED}", f"seeds={config.study.tuning_seeds}", f"eval_every={10**6}"]
+    tuning = [f"seed={config.seed + TUNING_SEED}", f"seeds={config.study.tuning_seeds}", f"eval_every={10**6}", "pictures=false"]
     jobs = [Job(_label(s.method, t), (*common[s.method], *words(t), *tuning, short[s.method])) for s in spaces for t in s.trials]
     tried = run_all(jobs, context, "trial")
     scores = {s.method: [(t, _validation(tried[_label(s.method, t)])) for t in s.trials] for s in spaces}

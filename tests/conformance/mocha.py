@@ -245,7 +245,7 @@ mutant("mocha", "Sigma from ones, not from the identity", "sigma = eye / n", "si
 mutant("mocha", "Sigma = W'W", "share = (root /", "root = root**2\n    share = (root /")
 mutant("mocha", "Sigma without the trace", "return share / share.sum(), vectors", "return share * root.sum(), vectors")
 mutant("mocha", "the Omega-step is a round late", "(cohort.round[0] + 1) % self.omega_every", "cohort.round[0] % self.omega_every")
-mutant("mocha", "the model that is judged is the old one", 'mix(sigma[row] / self.lam, v)', 'mix(sigma[row] / self.lam, server["v"])')
+mutant("mocha", "the model that is judged is the old one", "mix(sigma[row] / self.lam, v)", 'mix(sigma[row] / self.lam, server["v"])')
 
 cannot("mocha", "a duality gap for networks", "no convex conjugate: algo=mtl takes gradient steps on the primal")
 cannot("mocha", "with relation=learned a global minimum", "Sigma has a floor, and moves before W has converged")
