@@ -16,6 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from perfed.config import GROUPS, Config, absolute, plain
@@ -76,6 +77,8 @@ def _content(config: Config, fingerprint: str) -> dict[str, Any]:
                 del tree[group][f.name]
     if tree["partition"].get("path") is not None:
         tree["partition"]["path"] = _file_of_partition(config, tree["partition"]["path"])
+    if tree["algo"].get("path") is not None:
+        tree["algo"]["path"] = _content_of("algo.path", absolute(tree["algo"]["path"]))
     for key, old in LATE.items():
         _drop(tree, key.split("."), functools.partial(operator.eq, plain(old)))
     tree["plugins"] = sorted(tree["plugins"])
@@ -107,8 +110,13 @@ def _file_of_partition(config: Config, path: str) -> list[str]:
     seeds = config.seed_values if config.partition_seed is None else (config.partition_seed,)
     hashes = []
     for file in dict.fromkeys(absolute(path.replace("{seed}", str(seed))) for seed in seeds):
-        try:
-            hashes.append(hashlib.sha256(file.read_bytes()).hexdigest())
-        except OSError as error:
-            raise UserError("partition.path", file, f"cannot be read: {error.strerror or error}") from error
+        hashes.append(_content_of("partition.path", file))
     return hashes
+
+
+def _content_of(key: str, file: Path) -> str:
+    """What is in a file counts, not where it is."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UserError(key, file, f"cannot be read: {error.strerror or error}") from error

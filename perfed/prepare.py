@@ -17,7 +17,7 @@ import torch
 
 from perfed import tables, tree
 from perfed.algorithms.base import Facts, Population, Task
-from perfed.config import Config
+from perfed.config import GROUPS, Config
 from perfed.data.datasets import load
 from perfed.data.partition import Partition, SplitConfig, SplitTest, make
 from perfed.data.sampling import cohort_size, generator
@@ -63,7 +63,8 @@ def _named(group: str, f) -> None:
     try:
         f()
     except UserError as error:
-        raise UserError(f"{group}.{error.key}", error.value, error.allowed) from None
+        key = error.key if error.key in GROUPS else f"{group}.{error.key.removeprefix(group + '.')}"
+        raise UserError(key, error.value, error.allowed) from None
 
 
 def _own_steps(config: Config) -> None:
@@ -187,7 +188,8 @@ def _population(prepared: Prepared, row: int = 0) -> Population:
     counts = torch.from_numpy(part.counts(prepared.dataset.y, len(prepared.dataset.classes)))
     sampling = config.seed_values[row] if config.sampling_seed is None else config.sampling_seed
     sizes, seen = torch.from_numpy(part.train.sizes), torch.from_numpy(part.seen)
-    return Population(part.n, _active(config, prepared.partitions), sizes, counts, seen, sampling)
+    largest = max(int(p.train.sizes.max()) for p in prepared.partitions)
+    return Population(part.n, _active(config, prepared.partitions), sizes, counts, seen, sampling, largest)
 
 
 def _state_numbers(prepared: Prepared) -> tuple[int, int]:

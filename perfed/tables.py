@@ -283,7 +283,8 @@ def sweep_caption(runs: list[Run], stated: str = "", tuned: bool = False) -> str
 
 
 NOT_A_SETTING = {
-    "device", "data_root", "outputs", "progress", "pictures", "plugins", "plan", "force", "eval_every", "checkpoint_every", "resume", "fail_fast",
+    "device", "data_root", "outputs", "progress", "pictures", "plugins", "plan", "force", "eval_every", "checkpoint_every", "resume",
+    "fail_fast",
     "seed", "seeds", "hydra", "experiment", "tracker", "engine", "study",
 }  # fmt: skip
 """Root keys that change no number, and the seeds, which are averaged over."""

@@ -252,7 +252,7 @@ def stored_yaml(config: Config) -> str:
     from omegaconf import OmegaConf
 
     stored = config.as_dict()
-    for group in ("dataset", "partition"):  # the run folder may be opened from anywhere
+    for group in ("dataset", "partition", "algo"):  # the run folder may be opened from anywhere
         if stored[group].get("path"):
             stored[group]["path"] = str(absolute(stored[group]["path"]))
     return OmegaConf.to_yaml(OmegaConf.create(stored))

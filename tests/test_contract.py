@@ -52,6 +52,12 @@ VARIANTS = {
     "ditto-steps": ("ditto", {"personal_steps": 3, "personal_lr": 0.05}),
     "apfl-adaptive": ("apfl", {"adaptive": True}),
     "apfl-none": ("apfl", {"v_step": "none"}),
+    "fedu-knn": ("fedu", {"graph": "knn", "neighbours": 2}),
+    "fedu-random": ("fedu", {"graph": "random", "edge_counting": "unordered"}),
+    "mtl-all-learned": ("mtl", {"layers": "all", "relation": "learned"}),
+    "mocha-learned": ("mocha", {"relation": "learned", "omega_every": 1}),
+    "mocha-squared-learned": ("mocha", {"loss": "squared", "relation": "learned", "omega_every": 1}),
+    "mocha-independent": ("mocha", {"relation": "independent"}),
     "l2gd-subset": ("l2gd", {"participation": "subset"}),
     "l2gd-pull1": ("l2gd", {"pull": 1.0, "p": 0.3}),
     "partial-all": ("partial", {"personal": "all"}),
@@ -62,7 +68,7 @@ VARIANTS = {
 }
 CASES = {**{name: (name, {}) for name in ALGORITHMS}, **VARIANTS}
 MORE = ["local-equal", "fo-extra-iterate", "fedmeta-null", "metasgd-null-clamp", "scaffold-one", "admm-full", "l2gd-subset",
-        "pfedme-warm", "pfedme-all", "ditto-steps", "apfl-adaptive"]  # fmt: skip
+        "pfedme-warm", "pfedme-all", "ditto-steps", "apfl-adaptive", "mtl-all-learned", "mocha-squared-learned"]  # fmt: skip
 FEW = [*ALGORITHMS, *MORE]  # the variants with other states or lanes
 OWN_START = {"pooled": {"reweighted"}, "mocha": {"personal"}}  # judged models that are not the initial one before round 0, by algorithm
 ROWS_ON_SERVER = {"mtl", "mocha"}  # methods whose server keeps a row for each user

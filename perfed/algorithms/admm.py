@@ -53,6 +53,7 @@ class Local(NamedTuple):
 class ADMM(Algorithm):
     """State: users hold x_i, y_i and the number of rounds they trained; the server holds the consensus ``w``."""
 
+    cold_start = "the consensus model"
     own_server_step = True
     wants_smoothness = True
 

@@ -55,6 +55,8 @@ def mixture(a: float | Tensor, v: Params, w: Params) -> Params:
 class APFL(Algorithm):
     """State: users hold v, the number of rounds in which they trained and, where it moves, a; the server is FedAvg's."""
 
+    cold_start = "the global model (v = w)"
+
     mix: float = 0.5
     adaptive: bool = False
     v_step: str = "chain"

@@ -53,6 +53,8 @@ class Local(NamedTuple):
 class Ditto(Algorithm):
     """State: users hold v and the number of rounds in which they trained; the server is FedAvg's."""
 
+    cold_start = "the global model, and proximal steps from it"
+
     lam: float = 1.0
     personal_steps: int | None = None
     personal_lr: float | None = None

@@ -46,6 +46,7 @@ class Local(NamedTuple):
 class EASGD(Algorithm):
     """State: users hold x_i and the number of rounds they trained; the server holds the centre ``w``."""
 
+    cold_start = "the centre"
     own_server_step = True
     wants_smoothness = True
 

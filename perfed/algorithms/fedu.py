@@ -48,6 +48,7 @@ from perfed.types import State
 class FedU(Algorithm):
     """State: users hold their model and how often they trained; the server the mean of the last cohort, and the graph."""
 
+    cold_start = "the mean of the last cohort's models"
     own_server_step = True
 
     lam: float = 0.025

@@ -39,6 +39,7 @@ from perfed.types import State
 class L2GD(Algorithm):
     """State: users hold x_i and the number of rounds they trained; the server holds the mean ``w``."""
 
+    cold_start = "the mean model"
     own_server_step = True
     wants_smoothness = True
 

@@ -95,6 +95,7 @@ def ranks(members: Tensor) -> Tensor:
 class Mocha(Algorithm):
     """State: users hold dual variables [m_max, C], the last w_t and how often they trained; the server V, Sigma, and who trained."""
 
+    cold_start = "the mean of the trained users"
     own_server_step = True
     plain_sgd = True
 

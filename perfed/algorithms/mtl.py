@@ -60,6 +60,7 @@ class Local(NamedTuple):
 class Mtl(Algorithm):
     """State: users hold their model and how often they trained; the server W [n, ...], Omega [n, n] if learned, and who trained."""
 
+    cold_start = "the mean of the trained users in the regularised parameters and the initial model elsewhere"
     own_server_step = True
 
     lam: float = 0.2

@@ -49,6 +49,8 @@ class Local(NamedTuple):
 class PFedMe(Algorithm):
     """State: users hold th and the number of rounds in which they trained; the server holds w."""
 
+    cold_start = "the global model, and proximal steps from it"
+
     beta: float = 0.005
     lam: float = 15.0
     p_lr: float = 0.1

@@ -162,9 +162,7 @@ def server_step():
     worst = 0.0
     for name, options, want in cases:
         xs = [quadratic(np.eye(1), [c]) for c in (3.0, 5.0)]
-        fed = federation(
-            algorithm("fedavg", beta=0.1, tau=1, batch=1), Quadratic(), xs, [2.0], server=SERVER[name](name=name, **options)
-        )
+        fed = federation(algorithm("fedavg", beta=0.1, tau=1, batch=1), Quadratic(), xs, [2.0], server=SERVER[name](name=name, **options))
         worst = max(worst, far(weights(run(fed, 2)), [want]))
     return worst
 

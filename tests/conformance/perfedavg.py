@@ -76,9 +76,7 @@ def alpha_zero(variant):
     }[variant]
     worst = 0.0
     for i, switch in enumerate(switches):
-        common = dict(
-            ys=ys, active=3, seeds=(0, 7)[: 1 + i % 2], backend=BACKENDS[i == 1], dtype=torch.float32 if i % 2 else torch.float64
-        )
+        common = dict(ys=ys, active=3, seeds=(0, 7)[: 1 + i % 2], backend=BACKENDS[i == 1], dtype=torch.float32 if i % 2 else torch.float64)
         fields = dict(beta=0.3, tau=2, batch=4)
         plain = run(federation(algorithm("fedavg", **fields), model, xs, start, **common), 2)
         meta = run(federation(algorithm(variant, alpha=0.0, **fields, **switch), model, xs, start, **common), 2)
@@ -619,9 +617,7 @@ def extra_iterate(variant):
     q = 1 - beta * (1 - alpha) ** (1 if variant == FO else 2)
     algo = algorithm(variant, alpha=alpha, beta=beta, tau=tau, batch=1, extra_iterate=True)
     for t in range(tau):
-        fed = federation(
-            algo, Quadratic(), [quadratic(np.eye(1), [c]) for c in (1.0, 5.0)], [10.0], backend=BACKENDS[t % 2], kind=AtStep
-        )
+        fed = federation(algo, Quadratic(), [quadratic(np.eye(1), [c]) for c in (1.0, 5.0)], [10.0], backend=BACKENDS[t % 2], kind=AtStep)
         fed.t_k = t
         run(fed, 2)
         iterate = fed.algo.candidates(fed.state.server, ())["iterate"]["w"][0, 0]
@@ -677,7 +673,8 @@ mutants(
         """    def average(self, uploads, cohort):
         return tree.scale(cohort.active, super().average(uploads, cohort))
 
-""" + AVERAGE,
+"""
+        + AVERAGE,
     ),
     (
         "the step is taken from the adapted point",
