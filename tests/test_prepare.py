@@ -1,0 +1,169 @@
+"""Before round 1: what does not go together is refused, memory is estimated, and the user is told what theory says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from small import advance, algorithm, cloud, federation, ranges, same, split
+
+from perfed import device, prepare, tree
+from perfed.algorithms.base import Facts
+from perfed.config import parse
+from perfed.errors import UserError
+from perfed.evaluate import Protocol, evaluate
+from perfed.frontdoor import compose
+
+TINY = ["dataset=synthetic", "partition=iid", "n=6", "r=0.5", "batch=8", "model.hidden=[6]", "seeds=2", "rounds=4", "engine.compile=false"]
+
+
+def ready(*words: str):
+    base = [word for word in TINY if "model=logistic" not in words or not word.startswith("model.")]
+    return prepare.prepare(parse(compose([*base, *words])))
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["algo=easgd", "server=momentum"], r"server=momentum: average with lr=1: algo=easgd has a server step of its own"),
+        (["algo=l2gd", "server.lr=0.5"], r"server=average: average with lr=1"),
+        (["algo=scaffold", "optimizer=adam"], r"optimizer=adam: sgd without momentum and weight decay: algo=scaffold"),
+        (["algo=aruba", "optimizer.momentum=0.9"], r"optimizer=sgd: sgd without momentum"),
+        (["algo=mocha"], r"model=mlp: must be logistic"),
+        (["algo=fedu", "algo.graph=file", "algo.path=nowhere.csv"], r"algo\.path"),
+        (["algo=partial", "algo.personal=[layer9]"], r"algo\.personal.*layer9.*layer1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        ready(*words)
+
+
+def test_scaffold_with_option_one_takes_any_local_optimizer():
+    assert ready("algo=scaffold", "algo.option=I", "optimizer=adam").config.algo.plain_sgd is False
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_the_memory_of_users_state_is_counted():
+    """Of n users, d numbers each, for every seed: FedAvg keeps none, Ditto d (and a counter), ADMM 2 d."""
+    d = tree.numel(ready().initial[0])
+    kept = {name: prepare._state_numbers(ready(f"algo={name}"))[1] for name in ("fedavg", "ditto", "admm")}
+    assert kept == {"fedavg": 0, "ditto": 6 * (d + 1), "admm": 6 * (2 * d + 1)}
+    here, parked = prepare.needed_bytes(ready("algo=admm"))
+    assert parked == 2 * 4 * 6 * (2 * d + 1) and here > 0
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_allocates(monkeypatch):
+    free = sum(prepare.needed_bytes(ready("algo=ditto")))
+    monkeypatch.setattr("perfed.prepare.available_memory", lambda place: free)
+    ready("algo=ditto")
+    monkeypatch.setattr("perfed.prepare.available_memory", lambda place: free - 1)
+    monkeypatch.setattr("perfed.prepare.federation", lambda prepared: pytest.fail("allocated"))
+    with pytest.raises(UserError, match=r"n=6: too many for the memory of cpu: this run needs about .* GiB"):
+        ready("algo=ditto")
+    monkeypatch.setattr("perfed.prepare.available_memory", lambda place: None)  # a system that does not say
+    ready("algo=ditto")
+
+
+def test_free_memory_is_read_from_the_system():
+    free = device.available_memory(torch.device("cpu"))
+    assert free is None or 2**20 < free < 2**50
+
+
+def test_users_state_goes_to_the_host_where_it_would_fill_a_gpu(monkeypatch):
+    engine = parse(compose(TINY)).engine
+    monkeypatch.setattr("perfed.device._device_bytes", lambda place: 1000)
+    common = dict(vmap_pays_on_cpu=True, model="mlp", flops=1.0, lane_bytes=10)
+    gpu, host = torch.device("cuda", 0), torch.device("cpu")
+    decide = device.decide
+    assert decide(engine, gpu, user_bytes=250, **common).state_device == gpu
+    made = decide(engine, gpu, user_bytes=251, **common)
+    assert made.state_device == host and any("host memory" in note for note in made.notes)
+    engine.state_device = "device"
+    assert decide(engine, gpu, user_bytes=10**9, **common).state_device == gpu
+    engine.state_device = "cpu"
+    assert decide(engine, gpu, user_bytes=0, **common).state_device == host
+    with pytest.raises(UserError, match=r"engine\.state_device=gpu: must be one of auto, cpu, device"):
+        parse(compose(["engine.state_device=gpu"]))
+
+
+def small(name: str, **more):
+    x, y = cloud(60)
+    return federation(algorithm(name, batch=8), x, y, [split(ranges([12, 7, 20, 3]), ranges([4] * 4, 42))], active=2, **more)
+
+
+def test_parked_state_gives_the_same_numbers():
+    """A second device is imitated: the engine must move rows to and fro by itself, wherever the state lies."""
+    plain, parked = small("ditto"), small("ditto", state_device=torch.device("cpu"))
+    advance(plain, 3)
+    advance(parked, 3)
+    assert same(plain.state, parked.state)
+    assert all(leaf.device.type == "cpu" for leaf in tree.leaves(parked.state.users))
+    meta = tree.map(lambda t: t.to("meta"), parked.state.users)
+    parked.state = parked.state._replace(users=meta)
+    parked.state_device = torch.device("meta")
+    with pytest.raises((NotImplementedError, RuntimeError)):  # rows are fetched from where the state lies, not from a copy
+        parked.users_at(torch.tensor([0]), torch.tensor([1])) and parked.round()
+
+
+def test_only_the_rows_of_active_users_are_touched():
+    fed = small("ditto")
+    where = {name: leaf.data_ptr() for name, leaf in fed.state.users["v"].items()}
+    before = tree.map(torch.clone, fed.state.users)
+    fed.round()
+    assert {name: leaf.data_ptr() for name, leaf in fed.state.users["v"].items()} == where  # no copy of all users
+    active = fed.cohorts(0)[0]
+    for old, new in zip(tree.leaves(before), tree.leaves(fed.state.users), strict=True):
+        changed = {u for u in range(4) if not torch.equal(old[0, u], new[0, u])}
+        assert changed == set(active.tolist())
+
+
+# ---------------------------------------------------------------- what the user is told
+
+
+def test_coupling_is_printed_and_warned_about():
+    # lambda beta tau rounds r = 1 * .1 * 10 * 100 * .2 = 20; with lambda = 1e-4 it is .002.
+    facts = Facts(n=20, active=4, rounds=100, smoothness=1.0)
+    (line,) = algorithm("ditto", lam=1.0, beta=0.1, tau=10).notes(facts)
+    assert line == "coupling lambda*beta*tau*rounds*r = 20 (lambda=1)"
+    (line,) = algorithm("ditto", lam=1e-4, beta=0.1, tau=10).notes(facts)
+    assert line.startswith("warning: coupling") and "0.002" in line and "local training" in line
+    assert algorithm("fedavg").notes(facts) == []
+
+
+@pytest.mark.parametrize("name", ["pfedme", "ditto", "easgd", "l2gd", "fedu", "mtl"])
+def test_every_coupled_method_says_how_much(name):
+    facts = Facts(n=20, active=4, rounds=100, smoothness=1.0)
+    assert any("coupling lambda*beta*tau*rounds*r" in line for line in algorithm(name).notes(facts))
+
+
+def test_smoothness_is_the_largest_eigenvalue():
+    """One linear layer, two classes, softmax at W = 0: the Hessian of the mean loss is kron(x x' averaged, [[1, -1], [-1, 1]] / 4),
+    whose largest eigenvalue is lambda_max(mean x x') / 2; the bias is a feature 1."""
+    made = ready("algo=fedprox", "model=logistic", "dataset.classes=2")
+    index = made.partitions[0].train.of(0)[:256]
+    data = made.dataset
+    x = np.concatenate([(data.x[index].reshape(len(index), -1) - data.offset) * data.scale, np.ones((len(index), 1))], axis=1)
+    at_zero = tree.map(torch.zeros_like, made.initial[0])
+    found = prepare._smoothness(prepare.replace(made, initial=[at_zero]))
+    assert found == pytest.approx(np.linalg.eigvalsh(x.T @ x / len(x))[-1] / 2, rel=0.02)
+
+
+def test_notes_stand_in_the_plan_and_beside_the_decisions():
+    made = ready("algo=ditto", "algo.lam=1e-5")
+    assert any("below 0.05" in note for note in made.decision.notes)
+    assert "below 0.05" in prepare.plan(made.config)
+
+
+# ---------------------------------------------------------------- parts of a user's data
+
+
+def test_a_learned_step_is_used_unless_one_is_given():
+    assert ready("algo=metasgd").protocol.lr is None
+    assert ready("algo=metasgd", "adapt.lr=0.3").protocol.lr == 0.3
+    fed = small("metasgd")
+    common = dict(label="clean", source="train", support=None, batch=None, repeats=1, steps=(0, 1))
+    own, same_size = (evaluate(fed, Protocol(lr=lr, **common)) for lr in (None, 0.05))  # a starts at alpha = .05
+    np.testing.assert_allclose(own.loss, same_size.loss, rtol=1e-12)
