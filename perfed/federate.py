@@ -213,6 +213,8 @@ class Federation:
         """f on each of ``size`` lanes; the tensors of ``trees`` lead with L, and so do those of the result."""
         if self.backend == "loop":
             return tree.stack([f(*tree.at(trees, i)) for i in range(size)])
+        if size == 1:  # spares the dispatch of vmap
+            return tree.map(lambda t: t[None], f(*tree.at(trees, 0)))
         return vmap(lambda _, *args: f(*args))(torch.arange(size, device=self.device), *trees)
 
     def map_method(self, name: str, size: int, *trees: Tree) -> Tree:
@@ -379,11 +381,16 @@ class Federation:
             live = None if alike else t < steps
             local = self._guarded(local, {r: v[t] for r, v in index.items()}, {r: v[t] for r, v in weight.items()}, here, live)
             self.step_calls += 1 if self.backend == "vmap" else size
-        upload, kept = self.map(lambda d, u, x, i: self.algo.send(self.task, d, u, x, self._info(i)), size, down, kept, local, info)
+        if self.algo.is_default("send"):  # it only rearranges trees, so it takes all lanes at once, as they are
+            upload, kept = self.algo.send(self.task, down, kept, local, self._info(info))
+        else:
+            upload, kept = self.map(lambda d, u, x, i: self.algo.send(self.task, d, u, x, self._info(i)), size, down, kept, local, info)
         return upload, kept, torch.as_tensor(steps, device=self.device).expand(size)
 
     def _receive(self, down: Tree, kept: Tree, info: dict[str, Tensor], lanes: Lanes) -> Tree:
         size = len(lanes.user)
+        if self.algo.is_default("receive") and self.task.local.stateless:
+            return self.algo.receive(self.task, down, kept, self._info(info))  # likewise
         if not self.algo.full_data:
             return self.map(lambda d, u, i: self.algo.receive(self.task, d, u, self._info(i)), size, down, kept, info)
 
@@ -407,7 +414,7 @@ class Federation:
         return replies
 
     def _check(self, users: Tree, lanes: Lanes) -> None:
-        """Mark the seeds whose server, or a user's kept state, is not finite or has run away."""
+        """Mark the seeds of which a number is not finite, or a model has run away."""
 
         def size(leaves: list[Tensor]) -> Tensor:
             return torch.stack([t.reshape(len(t), -1).square().sum(1) for t in leaves]).sum(0).sqrt()
@@ -415,12 +422,19 @@ class Federation:
         def numbers(part: Tree) -> list[Tensor]:
             return [leaf for leaf in tree.leaves(part) if leaf.is_floating_point()]
 
-        bad = torch.zeros_like(self.diverged, dtype=torch.bool)
-        if leaves := numbers(self.state.server):
-            bad |= ~(size(leaves) <= self.limit)
-        if leaves := numbers(users):
+        def broken(part: Tree, models: Tree, limit: Tensor) -> Tensor:
+            """[S] or [L]: the norm of the models is within the limit, and that of all numbers is finite."""
+            bad = torch.zeros_like(limit, dtype=torch.bool)
+            if leaves := numbers(models):
+                bad |= ~(size(leaves) <= limit)
+            if leaves := numbers(part):
+                bad |= ~torch.stack([torch.isfinite(t.reshape(len(t), -1)).all(1) for t in leaves]).all(0)
+            return bad
+
+        bad = broken(self.state.server, self.algo.server_models(self.state.server), self.limit)
+        if numbers(users):
             seed = torch.from_numpy(lanes.seed).to(self.device)
-            over = ~(size(leaves) <= self.limit[seed])
+            over = broken(users, self.algo.user_models(users), self.limit[seed])
             bad |= torch.zeros_like(self.limit).index_add_(0, seed, over.to(self.dtype)) > 0
         self.mark(bad)
 
@@ -491,7 +505,7 @@ class Federation:
             cost.floats_down += int(self.algo.floats_down((), reply, facts)) * chosen.shape[1]
             cost.floats_up += int(self.algo.floats_up(tree.at(uploads, one), facts)) * chosen.shape[1]
             cost.steps += taken
-            cost.user_rounds += users
+            cost.user_rounds += self.active if as_one else users
             cost.full_passes += users if self.algo.full_data else 0
             trained = self.data[s].members if as_one else lanes.user[mine][steps[mine] > 0]
             self.times_sampled[s, trained] += 1

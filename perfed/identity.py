@@ -61,7 +61,7 @@ def identity(config: Config, fingerprint: str | None = None, ignore: Iterable[st
 
 def readable(config: Config) -> str:
     """``perfedavg_hf-mnist5k-table2-tau10``, of [A-Za-z0-9._-] only."""
-    parts = (config.algo.name, config.dataset.name, config.partition.name, f"tau{config.tau}")
+    parts = (config.algo.name, config.dataset.name, config.partition.name, f"tau{getattr(config.algo, 'tau', config.tau)}")
     return "-".join(re.sub(r"[^A-Za-z0-9._]+", "_", str(part)).strip("._") or "x" for part in parts)
 
 
@@ -79,6 +79,8 @@ def _content(config: Config, fingerprint: str) -> dict[str, Any]:
         tree["partition"]["path"] = _file_of_partition(config, tree["partition"]["path"])
     if tree["algo"].get("path") is not None:
         tree["algo"]["path"] = _content_of("algo.path", absolute(tree["algo"]["path"]))
+    if not config.algo.uses_horizon:
+        tree["algo"].pop("rounds", None)  # a schedule that does not read it
     for key, old in LATE.items():
         _drop(tree, key.split("."), functools.partial(operator.eq, plain(old)))
     tree["plugins"] = sorted(tree["plugins"])

@@ -59,6 +59,11 @@ class LocalOptimizer:
     def __post_init__(self):
         require(self.weight_decay is None or self.weight_decay >= 0, "weight_decay", self.weight_decay, "null or a number >= 0")
 
+    @property
+    def stateless(self) -> bool:
+        """Whether ``init`` gives () for all parameters."""
+        return False
+
     def init(self, params: Params) -> Tree:
         return ()
 
@@ -80,8 +85,12 @@ class Sgd(LocalOptimizer):
         super().__post_init__()
         _unit("momentum", self.momentum)
 
+    @property
+    def stateless(self):
+        return self.momentum is None
+
     def init(self, params):
-        return () if self.momentum is None else tree.zeros(params)
+        return () if self.stateless else tree.zeros(params)
 
     def update(self, grad, state, params, lr):
         step = self.decayed(grad, params)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ def prepare(config: Config) -> Prepared:
     prepared = Prepared(config, identity(config, dataset.fingerprint), dataset, partitions, initial, protocol, _NOT_YET)
     prepared = replace(prepared, decision=_decide(prepared, device, notes))
     _fits(prepared)
-    told = config.algo.notes(_facts(prepared))
+    told = [*_own_knobs(config), *config.algo.notes(_facts(prepared))]
     return replace(prepared, decision=replace(prepared.decision, notes=(*prepared.decision.notes, *told)))
 
 
@@ -69,13 +69,26 @@ def _named(group: str, f) -> None:
 
 def _own_steps(config: Config) -> None:
     """Refuse optimizers that a method's own update rule has no place for."""
-    name = config.algo.name
+    name, server, local = config.algo.name, config.server, config.optimizer
     if config.algo.own_server_step:
-        plain = config.server.name == "average" and config.server.lr == 1
-        require(plain, "server", config.server.name, f"average with lr=1: algo={name} has a server step of its own")
+        why = f"algo={name} has a server step of its own"
+        require(server.name == "average", "server", server.name, f"average: {why}")
+        require(server.lr == 1, "server.lr", server.lr, f"1: {why}")
     if config.algo.plain_sgd:
-        plain = config.optimizer.name == "sgd" and config.optimizer.momentum is None and config.optimizer.weight_decay is None
-        require(plain, "optimizer", config.optimizer.name, f"sgd without momentum and weight decay: algo={name} is defined for it")
+        why = f"algo={name} is defined for plain SGD"
+        require(local.name == "sgd", "optimizer", local.name, f"sgd: {why}")
+        for key in ("momentum", "weight_decay"):
+            require(getattr(local, key) is None, f"optimizer.{key}", getattr(local, key), f"null: {why}")
+
+
+def _own_knobs(config: Config) -> list[str]:
+    """Knobs of the root that the method has a value of its own for."""
+    lines = []
+    for key in ("beta", "alpha", "tau", "batch"):
+        mine, knob = getattr(config.algo, key, None), getattr(config, key)
+        if mine is not None and mine != knob:
+            lines.append(f"algo={config.algo.name} takes algo.{key}={mine:g}; the knob {key}={knob:g} does not count")
+    return lines
 
 
 def _disjoint(config: Config, partitions: list[Partition]) -> None:
@@ -194,8 +207,14 @@ def _population(prepared: Prepared, row: int = 0) -> Population:
 
 def _state_numbers(prepared: Prepared) -> tuple[int, int]:
     """Numbers that one seed keeps from round to round: (the server's, all users'). Raises UserError where a method refuses its users."""
+    config = prepared.config
+    population = _population(prepared)
+    square = 3 * 8 * config.algo.square_state * population.n**2
+    free = available_memory(torch.device("cpu"))
+    if free is not None and square > free:
+        _too_large(config, "the host", square, free)
     state: list[Any] = []
-    _named("algo", lambda: state.append(prepared.config.algo.init(_task(prepared), prepared.initial[0], _population(prepared))))
+    _named("algo", lambda: state.append(prepared.config.algo.init(_task(prepared), prepared.initial[0], population)))
     return tree.numel(state[0].server), tree.numel(state[0].users)
 
 
@@ -218,12 +237,16 @@ def _fits(prepared: Prepared) -> None:
     for place, count in wanted.items():
         free = available_memory(place)
         if free is not None and count > free:
-            raise UserError(
-                "n",
-                prepared.config.n,
-                f"too many for the memory of {place}: this run needs about {count / 2**30:,.1f} GiB and {free / 2**30:,.1f} GiB are free; "
-                "fewer users or seeds, a smaller engine.chunk or model, or engine.state_device=cpu",
-            )
+            _too_large(prepared.config, str(place), count, free)
+
+
+def _too_large(config: Config, place: str, count: float, free: float) -> NoReturn:
+    raise UserError(
+        "n",
+        config.n,
+        f"too many for the memory of {place}: this run needs about {count / 2**30:,.1f} GiB and {free / 2**30:,.1f} GiB are free; "
+        "fewer users or seeds, a smaller engine.chunk or model, or engine.state_device=cpu",
+    )
 
 
 def _facts(prepared: Prepared) -> Facts:
@@ -240,9 +263,10 @@ def _smoothness(prepared: Prepared) -> float:
     index = torch.from_numpy(part.train.of(int(np.nonzero(part.seen)[0][0]))[:256])
     pool = make_pool(data.x, data.y, data.offset, data.scale, torch.device("cpu"), torch.float64)
     batch, task = pool.batch(index, torch.ones(len(index), dtype=torch.float64)), _task(prepared)
-    v = tree.map(torch.ones_like, params)
+    rng = generator(0, "power")  # a direction without structure: the same number for all logits changes no softmax
+    v = tree.map(lambda t: torch.from_numpy(rng.standard_normal(tuple(t.shape))), params)
     size = 0.0
-    for _ in range(12):
+    for _ in range(30):
         v = tree.scale(1 / tree.norm(v).clamp(min=1e-300), v)
         v = task.hvp(params, batch, v)
         size = float(tree.norm(v))

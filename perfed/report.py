@@ -12,7 +12,10 @@ from perfed import figures, results, tables
 from perfed.errors import UserError, require, show
 from perfed.results import Run
 
-COSTS = {"grad_evals": "gradient evaluations", "hvps": "Hessian-vector products", "floats_down": "floats down", "floats_up": "floats up"}
+COSTS = {
+    "grad_evals": "gradient evaluations", "hvps": "Hessian-vector products", "losses": "loss evaluations",
+    "full_passes": "passes over all of a user's data", "floats_down": "floats down", "floats_up": "floats up",
+}  # fmt: skip
 FORMATS = {"plain": tables.plain, "markdown": tables.markdown, "csv": tables.to_csv}
 
 

@@ -148,8 +148,8 @@ def summary(prepared: Prepared, fed: Federation, scores: Scores, rows: list[dict
     majority, majority_groups = _majority(prepared)
     names, counts = prepared.partitions[0].table(prepared.dataset.y, len(prepared.dataset.classes))
     price = fed.price()
-    visits = max(1, int(fed.times_sampled[0].sum()))
-    counted = {"grad_evals": "grads", "hvps": "hvps", "floats_down": "floats_down", "floats_up": "floats_up"}
+    visits = max(1, fed.costs[0].user_rounds)
+    counted = {"grad_evals": "grads", **{key: key for key in ("hvps", "losses", "full_passes", "floats_down", "floats_up")}}
     total = {key: integers(np.mean([getattr(cost, name) for cost in fed.costs])).item() for key, name in counted.items()}
     return {
         "name": prepared.identity.name,

@@ -123,6 +123,8 @@ def run_table(result: Mapping[str, Any]) -> Grid:
             f"{count:g} users a seed were never sampled; for them {result['cold_start']} is judged. "
             f"{which}, without them: {accuracy_text(alone['mean'], alone['half_width'])}."
         )
+    if not all(cell["seen"] for cell in result["cells"]):
+        notes.append(f"New users took no part in training; {result.get('cold_start', 'the global model')} is judged for them.")
     if best := result.get("best_on_validation"):
         rounds = ", ".join(map(str, best["rounds"]))
         notes.append(f"Best on validation (rounds {rounds}): {accuracy_text(best['mean'], best['half_width'])} on test data.")

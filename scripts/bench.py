@@ -25,7 +25,8 @@ ratios of medians (least - most of the ratios within a repeat). ``compile`` is t
 empty compiler cache. ``evaluate`` scores all users before and after one step, protocol clean. ``draws`` is the time of
 Federation.batches as a share of the round. ``of SGEMM`` relates the gradients' floating-point operations (counted by hand:
 forward, weight gradients, input gradients of all layers but the first) per second of a *whole round* to the best square
-float32 matrix product in this process. Peak memory is that of a process of its own: of the imports alone, after some
+float32 matrix product in this process; its rounds are those ``in a row``: nobody else runs between them, as in a run.
+Peak memory is that of a process of its own: of the imports alone, after some
 rounds, after an evaluation (VmHWM; getrusage, where there is no /proc).
 """
 
@@ -304,6 +305,7 @@ class Times:
     """Of one method: seconds of its rounds by contender, and what was measured along with them."""
 
     rounds: dict[str, list[float]]
+    steady: list[float]  # of rounds of the engine that follow one another
     evaluate: list[float]
     draws: list[float]
     compile: float
@@ -346,7 +348,7 @@ def measure(work: Workload, name: str, repeats: int, compiled: bool, eager: bool
     before = [value.clone() for value in fastest.start]
     first = {label: work.timed(contender.round) for label, contender in contenders.items()}
     held = {x: [v[0] for v in c.state.server["w"].values()] if isinstance(c, Federation) else c.weights() for x, c in contenders.items()}
-    times = Times({label: [] for label in contenders}, [], [], 0.0, same_weights(held, before))
+    times = Times({label: [] for label in contenders}, [], [], [], 0.0, same_weights(held, before))
     for contender in contenders.values():
         contender.round()
     evaluate(fed, work.protocol())
@@ -357,6 +359,8 @@ def measure(work: Workload, name: str, repeats: int, compiled: bool, eager: bool
         lanes = Lanes(np.zeros(work.active, np.int64), fed.cohorts(fed.k)[0])
         times.draws.append(work.timed(lambda: fed.batches(lanes, fed.k, work.tau)) / times.rounds["engine"][-1])  # noqa: B023
         times.evaluate.append(work.timed(lambda: evaluate(fed, work.protocol())))
+    fed.round()
+    times.steady = [work.timed(fed.round) for _ in range(3 * repeats)]
     times.compile = first["engine"] - median(times.rounds["engine"]) if compiled else 0.0
     return times
 
@@ -469,12 +473,13 @@ def report(work: Workload, options: argparse.Namespace, arguments: list[str], co
     rows = [[NAMES[n], *(ms(t.rounds[label]) for label in labels), f"{t.apart:.0e}"] for n, t in found.items()]
     grid("A round, ms", ["", *labels, "weights apart"], rows)
     grid("In rounds of the engine", ["", *labels[1:]], [[NAMES[n], *(t.ratio(label) for label in labels[1:])] for n, t in found.items()])
-    share = {n: GRADIENTS[n] * work.flops() / median(t.rounds["engine"]) / best for n, t in found.items() if n in GRADIENTS}
+    share = {n: GRADIENTS[n] * work.flops() / median(t.steady) / best for n, t in found.items() if n in GRADIENTS}
     rows = [
-        [NAMES[n], f"{t.compile:.1f}", ms(t.evaluate), f"{median(t.draws):.1%}", f"{share[n]:.1%}" if n in share else "-"]
+        [NAMES[n], f"{t.compile:.1f}", ms(t.steady), ms(t.evaluate), f"{median(t.draws):.1%}", f"{share[n]:.1%}" if n in share else "-"]
         for n, t in found.items()
     ]
-    grid(f"The engine (SGEMM peak: {best / 1e9:.0f} GFLOP/s)", ["", "compile, s", "evaluate, ms", "draws", "of SGEMM"], rows)
+    head = ["", "compile, s", "rounds in a row, ms", "evaluate, ms", "draws", "of SGEMM"]
+    grid(f"The engine (SGEMM peak: {best / 1e9:.0f} GFLOP/s)", head, rows)
 
     sizes = [20] if options.quick else [50, 1000, 10_000]
     rounds, peaks = scale(work, sizes, options.repeats, compiled), {n: memory(arguments, n) for n in sizes}
@@ -498,7 +503,7 @@ def all_methods(work: Workload, repeats: int) -> None:
             for backend, fed in feds.items():
                 seconds = work.timed(fed.round)
                 if repeat:
-                    times[backend].append(1000 * seconds)
+                    times[backend].append(seconds)
         rounds = repeats + 1
         more = work.federation(name, backend="vmap")
         more.active = min(work.n, 2 * work.active)
@@ -535,7 +540,7 @@ def main(arguments: list[str] | None = None) -> None:
             worker(work.many(options.worker), compiled)
             return
         if options.all:
-            print(f"{machine(work)}\n")
+            print(machine(work))
             all_methods(work, options.repeats)
             return
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -64,3 +64,17 @@ def test_memory_is_measured_in_a_process_of_its_own(bench):
     found = bench.memory(["--quick"], 20)
     assert list(found) == ["imports", "rounds", "evaluation"]
     assert 0 < found["imports"] <= found["rounds"] <= found["evaluation"]
+
+
+def test_all_prints_a_row_for_every_method(bench, monkeypatch, capsys):
+    from perfed.algorithms import ALGORITHMS
+
+    kept = {name: ALGORITHMS[name] for name in ("ditto", "fedavg", "l2gd", "mocha", "pooled")}
+    monkeypatch.setattr(bench, "ALGORITHMS", kept)
+    bench.main(["--quick", "--all", "--repeats", "1"])
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    found = {row[0]: row[4:] for row in rows[2:]}
+    assert set(found) == set(kept)
+    # Step calls a round of the vmap backend (tau = 2; Ditto 2 + 2), with twice the active users (as many), and of the loop.
+    assert found["fedavg"] == ["2", "2", "8"] and found["ditto"] == ["4", "4", "16"] and found["pooled"] == ["2", "2", "2"]
+    assert found["l2gd"][0] == found["l2gd"][1] and float(found["l2gd"][2]) == 20 * float(found["l2gd"][0])

@@ -63,7 +63,7 @@ def refusal(capsys, *argv: str) -> str:
         ("adapt={stpes:3}", r"adapt\.stpes=3: no such key \(did you mean 'adapt\.steps'\?\)"),
         ("alpha.x=3", r"alpha\.x=3: no such key"),
         ("alpha@x=3", r"alpha@x=3: no such key"),
-        ("algo=fedagv", r"algo=fedagv: no such algo \(did you mean 'fedavg'\?\); one of fedavg, local, "),
+        ("algo=fedagv", r"algo=fedagv: no such algo \(did you mean 'fedavg'\?\); one of admm, apfl, "),
         ("algoo=fedavg", r"algoo=fedavg: no such key \(did you mean 'algo'\?\)"),
         ("+algo=fedavg", r"\+algo=fedavg: write algo=fedavg, without \+"),
         ("algo=[fedavg,local]", r"algo=\['fedavg', 'local'\]: no such algo; one of"),

@@ -25,10 +25,13 @@ def ready(*words: str):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["algo=easgd", "server=momentum"], r"server=momentum: average with lr=1: algo=easgd has a server step of its own"),
-        (["algo=l2gd", "server.lr=0.5"], r"server=average: average with lr=1"),
-        (["algo=scaffold", "optimizer=adam"], r"optimizer=adam: sgd without momentum and weight decay: algo=scaffold"),
-        (["algo=aruba", "optimizer.momentum=0.9"], r"optimizer=sgd: sgd without momentum"),
+        (["algo=easgd", "server=momentum"], r"server=momentum: average: algo=easgd has a server step of its own"),
+        (["algo=l2gd", "server.lr=0.5"], r"server\.lr=0\.5: 1: algo=l2gd"),
+        (["algo=scaffold", "optimizer=adam"], r"optimizer=adam: sgd: algo=scaffold is defined for plain SGD"),
+        (["algo=aruba", "optimizer.momentum=0.9"], r"optimizer\.momentum=0\.9: null: algo=aruba"),
+        (["algo=qfedavg", "optimizer=adam"], r"optimizer=adam: sgd"),
+        (["algo=apfl", "optimizer=adam"], r"optimizer=adam: sgd"),
+        (["algo=easgd", "algo.aggregation=samples"], r"algo\.aggregation=samples: one of uniform"),
         (["algo=mocha"], r"model=mlp: must be logistic"),
         (["algo=fedu", "algo.graph=file", "algo.path=nowhere.csv"], r"algo\.path"),
         (["algo=partial", "algo.personal=[layer9]"], r"algo\.personal.*layer9.*layer1"),
@@ -139,16 +142,17 @@ def test_every_coupled_method_says_how_much(name):
     assert any("coupling lambda*beta*tau*rounds*r" in line for line in algorithm(name).notes(facts))
 
 
-def test_smoothness_is_the_largest_eigenvalue():
-    """One linear layer, two classes, softmax at W = 0: the Hessian of the mean loss is kron(x x' averaged, [[1, -1], [-1, 1]] / 4),
-    whose largest eigenvalue is lambda_max(mean x x') / 2; the bias is a feature 1."""
-    made = ready("algo=fedprox", "model=logistic", "dataset.classes=2")
+@pytest.mark.parametrize("classes", [2, 10])
+def test_smoothness_is_the_largest_eigenvalue(classes):
+    """One linear layer, C classes, softmax at W = 0: the Hessian of the mean loss is kron(mean x x', (I - 11'/C) / C), whose
+    largest eigenvalue is lambda_max(mean x x') / C; the bias is a feature 1."""
+    made = ready("algo=fedprox", "model=logistic", f"dataset.classes={classes}")
     index = made.partitions[0].train.of(0)[:256]
     data = made.dataset
     x = np.concatenate([(data.x[index].reshape(len(index), -1) - data.offset) * data.scale, np.ones((len(index), 1))], axis=1)
     at_zero = tree.map(torch.zeros_like, made.initial[0])
     found = prepare._smoothness(prepare.replace(made, initial=[at_zero]))
-    assert found == pytest.approx(np.linalg.eigvalsh(x.T @ x / len(x))[-1] / 2, rel=0.02)
+    assert found == pytest.approx(np.linalg.eigvalsh(x.T @ x / len(x))[-1] / classes, rel=0.02)
 
 
 def test_notes_stand_in_the_plan_and_beside_the_decisions():
@@ -167,3 +171,27 @@ def test_a_learned_step_is_used_unless_one_is_given():
     common = dict(label="clean", source="train", support=None, batch=None, repeats=1, steps=(0, 1))
     own, same_size = (evaluate(fed, Protocol(lr=lr, **common)) for lr in (None, 0.05))  # a starts at alpha = .05
     np.testing.assert_allclose(own.loss, same_size.loss, rtol=1e-12)
+
+
+# ---------------------------------------------------------------- what shows that training has run away
+
+
+@pytest.mark.parametrize("name, fields", [("aruba", {"zeta": 2000.0}), ("mtl", {"relation": "learned", "floor": 1e-7, "lam": 1e-9})])
+def test_large_numbers_beside_the_model_are_no_divergence(name, fields):
+    x, y = cloud(60)
+    parts = [split(ranges([12, 7, 20, 3]), ranges([4] * 4, 42))]
+    fed = advance(federation(algorithm(name, batch=8, **fields), x, y, parts, active=1), 1)  # three users are alike still
+    big = max(float(leaf.abs().max()) for leaf in tree.leaves(fed.state.server) if leaf.is_floating_point())
+    assert big > 1e6 and int(fed.diverged[0]) == -1
+
+
+def test_a_matrix_of_users_is_counted_before_it_is_made(monkeypatch):
+    monkeypatch.setattr("perfed.prepare.available_memory", lambda place: 3 * 8 * 6**2 - 1)
+    with pytest.raises(UserError, match="n=6: too many for the memory of the host"):
+        ready("algo=mtl", "algo.relation=learned")
+
+
+def test_the_knobs_that_do_not_count_are_named():
+    made = ready("algo=pfedme")
+    assert any(note == "algo=pfedme takes algo.beta=0.005; the knob beta=0.1 does not count" for note in made.decision.notes)
+    assert not any("does not count" in note for note in ready("algo=fedavg").decision.notes)

@@ -193,7 +193,9 @@ def world(algo, seeds=(0, 1)):
 
 
 LANES = Lanes(np.array([0, 0, 1]), np.array([0, 2, 1]))
-BATCHES = {name: [{}] for name in ALGORITHMS}
+OWN_DATA = {"fedmeta", "metasgd", "pooled"}  # a step reads a fixed part of a user's data, or everybody's
+BATCHES = {name: [{}] for name in ALGORITHMS if name not in OWN_DATA}
+BATCHES |= {"fedmeta": [{"support": None}], "metasgd": [{"support": None}]}
 for _name in ("perfedavg_fo", "perfedavg", "perfedavg_hf"):
     BATCHES[_name] = [{"batches": kind} for kind in ("independent", "disjoint", "shared")] + [{"batch_inner": 3}]
 

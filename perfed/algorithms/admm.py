@@ -54,6 +54,7 @@ class ADMM(Algorithm):
     """State: users hold x_i, y_i and the number of rounds they trained; the server holds the consensus ``w``."""
 
     cold_start = "the consensus model"
+    weighs = False
     own_server_step = True
     wants_smoothness = True
 

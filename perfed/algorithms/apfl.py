@@ -14,7 +14,8 @@ User i minimises f_i(a_i v_i + (1 - a_i) w) in v_i, w being FedAvg's model; a_i 
 
 adaptive  a_i moves; else it is `mix` throughout
 v_step    `chain`: as above, the gradient of f_i(vbar) in v_i | `none`: without the factor a_i, as much public code has it
-Parameters are mixed, not outputs. v_i is never overwritten by the mixture, and w_i never sees v_i: w is FedAvg's.
+Parameters are mixed; the mixing of outputs, which some public code has in its place, is not offered.
+v_i is never overwritten by the mixture, and w_i never sees v_i: w is FedAvg's.
 mix = 1 is local training (of v_i; w is trained all the same), mix = 0 FedAvg. Two gradients a step.
 
 Every v_i starts at w_0. Cold start: a user that never trained, or is new, is judged as v = w, so his mixture is w.
@@ -56,6 +57,7 @@ class APFL(Algorithm):
     """State: users hold v, the number of rounds in which they trained and, where it moves, a; the server is FedAvg's."""
 
     cold_start = "the global model (v = w)"
+    plain_sgd = True  # a scale-free optimizer would drop the factor a_i
 
     mix: float = 0.5
     adaptive: bool = False

@@ -134,6 +134,9 @@ class Aruba(Algorithm):
         G = tree.map(lambda Gi, s: Gi + s.sum(0) + (self.zeta**2 * decay).to(Gi.dtype), server["G"], uploads["s"])
         return {"w": self.average(uploads["th"], cohort), "b": b, "G": G, "t": server["t"] + reports}, ()
 
+    def server_models(self, server):
+        return server["w"]
+
     def candidates(self, server, user):
         return {"global": Refined(server["w"], server["b"], server["G"])}
 

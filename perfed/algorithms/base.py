@@ -158,13 +158,14 @@ class Algorithm:
     plain_sgd: ClassVar[bool] = False  # True: the update is part of the method, and other local optimizers are refused
     learned_step: ClassVar[bool] = False  # True: adaptation uses a step that training learned, unless adapt.lr is given
     cold_start: ClassVar[str] = "the global model"  # what is judged for a user that was never sampled, or is new
+    weighs: ClassVar[bool] = True  # False: the server's step is uniform by definition, and aggregation=samples is refused
     wants_smoothness: ClassVar[bool] = False  # True: ``notes`` reads ``facts.smoothness``
 
     def __post_init__(self):
         require(self.beta > 0, "beta", self.beta, "a number > 0")
         require(self.tau >= 1, "tau", self.tau, "an integer >= 1")
         require(self.batch >= 1, "batch", self.batch, "an integer >= 1")
-        choice("aggregation", self.aggregation, ("uniform", "samples"))
+        choice("aggregation", self.aggregation, ("uniform", "samples") if self.weighs else ("uniform",))
 
     def check(self, dtype: str) -> None:
         """Refuse hyper-parameters that do not go with ``float32`` or ``float64`` arithmetic."""
@@ -205,6 +206,11 @@ class Algorithm:
         The one method that is called for all lanes at once: the tensors of ``info`` lead with L, so use arithmetic by entries.
         """
         return self.tau
+
+    @property
+    def square_state(self) -> int:
+        """How many N x N matrices the server holds for a seed: for estimates of memory, before ``init``."""
+        return 0
 
     def local_steps_at_most(self) -> int:
         """About how many steps a user takes in a round: for estimates."""
@@ -269,6 +275,16 @@ class Algorithm:
 
     def settle(self, user: Tree, reply: Tree) -> Tree:
         """What the user keeps once the server has answered."""
+        return user
+
+    # --- guarding
+
+    def server_models(self, server: Tree) -> Tree:
+        """The part of the server whose size shows that training has run away; the rest need only be finite."""
+        return server
+
+    def user_models(self, user: Tree) -> Tree:
+        """The same of what a user keeps."""
         return user
 
     # --- judging

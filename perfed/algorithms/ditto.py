@@ -109,7 +109,8 @@ class Ditto(Algorithm):
         return {"personal": Anchored(tree.where(user["rounds"] > 0, user["v"], w), w), "global": w}
 
     def coupling_lambda(self, facts):
-        return self.lam
+        # The pull acts in personal_steps steps of personal_lr; the printed coupling multiplies by beta and tau.
+        return self.lam * self.inner_step * (self.personal_steps or self.tau) / (self.beta * self.tau)
 
     def notes(self, facts):
         lines, smooth = super().notes(facts), facts.smoothness or 0.0

@@ -47,6 +47,7 @@ class EASGD(Algorithm):
     """State: users hold x_i and the number of rounds they trained; the server holds the centre ``w``."""
 
     cold_start = "the centre"
+    weighs = False
     own_server_step = True
     wants_smoothness = True
 

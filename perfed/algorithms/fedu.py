@@ -31,6 +31,8 @@ Cold start: a user that was never drawn, or is new, has the latter.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -69,6 +71,10 @@ class FedU(Algorithm):
         choice("edge_counting", self.edge_counting, ("ordered", "unordered"))
 
     @property
+    def square_state(self):
+        return 0 if self.graph == "complete" else 1
+
+    @property
     def c(self) -> int:
         """Gradient factor of an edge."""
         return 2 if self.edge_counting == "ordered" else 1
@@ -79,7 +85,9 @@ class FedU(Algorithm):
         if self.graph == "knn":
             counts, members = population.counts.cpu().numpy(), population.members.cpu().numpy()
             shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-            apart = ((shares[:, None] - shares[None]) ** 2).sum(2)
+            squares = (shares**2).sum(1)
+            # |a - b|^2 without an N x N x C array; rounded, so that equal distributions are equally near.
+            apart = np.round(squares[:, None] + squares[None] - 2 * shares @ shares.T, 12)
             apart[:, ~members] = np.inf
             np.fill_diagonal(apart, np.inf)
             nearest = np.argsort(apart, axis=1, kind="stable")[:, : min(self.neighbours, int(members.sum()) - 1)]
@@ -95,9 +103,10 @@ class FedU(Algorithm):
     def read(self, n: int) -> np.ndarray:
         """The matrix in ``path``."""
         try:
-            a = np.load(self.path, allow_pickle=False) if self.path.endswith(".npy") else np.loadtxt(self.path, delimiter=",", ndmin=2)
+            path = Path(self.path).expanduser()
+            a = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.loadtxt(path, delimiter=",", ndmin=2)
             a = np.asarray(a, dtype=np.float64)
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, EOFError, BadZipFile, ValueError, TypeError) as error:
             raise UserError("path", self.path, f"cannot be read: {error}") from error
         fits = a.shape == (n, n)
         require(fits, "path", self.path, f"a matrix of {n} x {n} numbers, one row a user; this one has the shape {a.shape}")
@@ -141,6 +150,9 @@ class FedU(Algorithm):
         return {**user, "w": reply}
 
     def shown(self, server):
+        return server["w"]
+
+    def server_models(self, server):
         return server["w"]
 
     def candidates(self, server, user):

@@ -40,6 +40,7 @@ class L2GD(Algorithm):
     """State: users hold x_i and the number of rounds they trained; the server holds the mean ``w``."""
 
     cold_start = "the mean model"
+    weighs = False
     own_server_step = True
     wants_smoothness = True
 
@@ -109,6 +110,8 @@ class L2GD(Algorithm):
         return {"personal": tree.where(user["rounds"] > 0, user["x"], server["w"]), "global": server["w"]}
 
     def coupling_lambda(self, facts):
+        if self.participation == "subset" and facts.active == 1:
+            return 0.0  # a user alone is his own mean
         return self.pull * self.rate / ((1 - self.rate) * self.beta)
 
     def notes(self, facts):

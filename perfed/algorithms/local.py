@@ -28,6 +28,7 @@ class LocalTraining(Algorithm):
     schedule: str = "cohort"
 
     cold_start = "the initial model"
+    weighs = False
 
     def __post_init__(self):
         super().__post_init__()

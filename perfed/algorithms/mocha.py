@@ -96,6 +96,7 @@ class Mocha(Algorithm):
     """State: users hold dual variables [m_max, C], the last w_t and how often they trained; the server V, Sigma, and who trained."""
 
     cold_start = "the mean of the trained users"
+    weighs = False
     own_server_step = True
     plain_sgd = True
 
@@ -118,6 +119,10 @@ class Mocha(Algorithm):
     @property
     def full_data(self):
         return True
+
+    @property
+    def square_state(self):
+        return 1
 
     def init(self, task, params, population):
         if not isinstance(task.model, Logistic):
@@ -202,6 +207,12 @@ class Mocha(Algorithm):
 
     def shown(self, server):
         return mean_of_trained(mix(server["sigma"] / self.lam, server["v"]), server["trained"])
+
+    def server_models(self, server):
+        return ()
+
+    def user_models(self, user):
+        return user["w"]
 
     def candidates(self, server, user):
         return {"personal": tree.where(user["rounds"] > 0, user["w"], server)}

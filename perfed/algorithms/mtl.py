@@ -61,6 +61,7 @@ class Mtl(Algorithm):
     """State: users hold their model and how often they trained; the server W [n, ...], Omega [n, n] if learned, and who trained."""
 
     cold_start = "the mean of the trained users in the regularised parameters and the initial model elsewhere"
+    weighs = False
     own_server_step = True
 
     lam: float = 0.2
@@ -74,6 +75,10 @@ class Mtl(Algorithm):
         choice("layers", self.layers, ("last", "all"))
         choice("relation", self.relation, ("mean", "learned"))
         require(0 < self.floor <= 1, "floor", self.floor, "a number > 0 and at most 1")
+
+    @property
+    def square_state(self):
+        return 1 if self.relation == "learned" else 0
 
     def init(self, task, params, population):
         names = task.model.last_layer(params) if self.layers == "last" else list(params)
@@ -120,6 +125,9 @@ class Mtl(Algorithm):
 
     def shown(self, server):
         return mean_of_trained(server["w"], server["trained"])
+
+    def server_models(self, server):
+        return server["w"]
 
     def candidates(self, server, user):
         return {"personal": tree.where(user["rounds"] > 0, user["w"], {**user["w"], **server})}

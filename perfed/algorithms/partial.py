@@ -88,6 +88,8 @@ class Partial(Algorithm):
     @property
     def cold_start(self):
         special = {"none": "the global model", "all": "the initial model"}
+        if self.personal in ("first", "last") and self.frozen == self.personal:
+            return special["none"]  # nothing is left that is personal
         return special.get(str(self.personal), "the global shared part with the initial personal part")
 
     def local_steps_at_most(self):

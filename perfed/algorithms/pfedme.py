@@ -20,7 +20,8 @@ code that judges an alias of the trained weights judges w_i.
 
 The personal model of user i is the th of his last local round. Cold start: a user that never trained, or is new, has th = w.
 Judged: `personal` (th, adapted by proximal steps around the final w), `adapted` (such steps from w, that is th_i(w) computed
-afresh; inner_steps of them in the paper) and `global` (w). Fixed point: the minimiser of F for tau = 1; else local drift
+afresh; inner_steps of them in the paper, so adapt.steps=inner_steps; a single step from w feels no pull) and
+`global` (w). Fixed point: the minimiser of F for tau = 1; else local drift
 on F_i moves it, as in FedAvg.
 """
 

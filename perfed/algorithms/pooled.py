@@ -49,6 +49,7 @@ class Pooled(Algorithm):
 
     floor: float = 0.5
 
+    weighs: ClassVar[bool] = False
     own_server_step: ClassVar[bool] = True  # there is none
 
     def __post_init__(self):

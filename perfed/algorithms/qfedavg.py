@@ -55,6 +55,7 @@ class QFedAvg(Algorithm):
     q: float = 1.0
 
     own_server_step = True
+    plain_sgd = True  # (w - v) / beta stands for a sum of gradients
 
     def __post_init__(self):
         super().__post_init__()
