@@ -375,7 +375,8 @@ class Federation:
         horizon = steps if alike else int(steps.max())
         index, weight = self.batches(lanes, k, horizon) if horizon else ({}, {})
         at = torch.arange(horizon, device=self.device)[:, None].repeat(1, size).unbind(0)
-        index, weight = ({role: part.unbind(1) for role, part in parts.items()} for parts in (index, weight))
+        # Step by step in memory: strides that do not depend on the number of steps, for which a compiled step would be made anew.
+        index, weight = ({r: part.transpose(0, 1).contiguous().unbind(0) for r, part in parts.items()} for parts in (index, weight))
         for t in range(horizon):
             here = {**info, "step": at[t]}
             live = None if alike else t < steps

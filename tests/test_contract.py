@@ -463,3 +463,15 @@ def test_cnn_is_mapped_too():
         model = MODELS["cnn"](name="cnn", channels=[4, 4], groups=2)
         fed[backend] = advance(federation(algorithm("perfedavg", batch=6, tau=2), x, y, [part], model=model, backend=backend), 2)
     close(fed["vmap"].state, fed["loop"].state, rtol=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiler_found(torch.device("cpu")), reason="no C++ compiler")
+def test_a_varying_number_of_steps_compiles_once():
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    fed = advance(build(algorithm("l2gd", tau=4), compiled=True), 6)
+    assert fed.warning is None and fed.step_calls > 6
+    assert counters["stats"]["unique_graphs"] == 1

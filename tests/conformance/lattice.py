@@ -126,7 +126,8 @@ def one_step_without_adaptation():
 @equal("fedavg(tau=1, weighted by samples, all data) = pooled(tau=1)", "fedavg pooled", 1e-14)
 def pooled():
     fields = {"beta": 0.5, "tau": 1, "batch": 100}
-    one, other = (network(algorithm(n, **fields, aggregation="samples"), active=6) for n in ("fedavg", "pooled"))
+    one = network(algorithm("fedavg", **fields, aggregation="samples"), active=6)
+    other = network(algorithm("pooled", **fields), active=6)
     return far(weights(run(one, ROUNDS)), weights(run(other, ROUNDS)))
 
 
