@@ -43,7 +43,7 @@ def main(context: Context) -> int:
     folder = config.outputs_path / f"easgd_vs_admm-{config.dataset.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
     frame = pd.DataFrame(rows)
-    stability.write_report(folder, frame)
+    stability.write_report(folder, frame if rows else None)
     frame.to_csv(folder / "curves.csv", index=False)
     print("\n".join(stability.verdict()).replace("**", "") + f"\nreport: {folder / 'report.md'}", flush=True)
     return 0 if all(end.problem is None for end in done.values()) else 1

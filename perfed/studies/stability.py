@@ -355,8 +355,9 @@ def curves(frame: DataFrame, path: Path | str) -> None:
     if not good.any():
         raise ValueError("no finite mean to draw")
     settings, algos = list(dict.fromkeys(frame["setting"])), sorted(set(frame["algo"]), reverse=True)
-    columns, rows = min(3, len(settings)), math.ceil(len(settings) / 3)
-    figure = house._figure(max(5.2, 3.6 * columns), 0.8 + 2.9 * rows, "Accuracy in %, with 95 % bands")
+    columns = 2 if len(settings) == 4 else min(3, len(settings))
+    rows = math.ceil(len(settings) / columns)
+    figure = house._figure(max(5.2, 3.6 * columns), 0.8 + 2.9 * rows, "Accuracy of the global model in %, with 95 % bands")
     axes = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
     for ax, setting in zip(axes, settings, strict=False):
         title = [setting]
@@ -387,7 +388,7 @@ def write_report(folder: Path | str, curves: DataFrame | None = None, points: in
     if curves is not None:
         _curves(curves, report.with_name("curves.pdf"))
         _curves(curves, report.with_name("curves.png"))
-        drawn["curves.png"] = "training curves of both methods"
+        drawn["curves.png"] = "training curves of both methods: the global model, not adapted"
     parts = [
         "# EASGD against ADMM\n\nIs EASGD more stable than ADMM, as Zhang, Choromanska and LeCun say (NeurIPS 2015, arXiv:1412.6651)?\n",
         "## Maps\n\n" + MAPS,
