@@ -19,3 +19,7 @@ $run algo=fedavg tau=16 $cifar seeds=3 $paper outputs=outputs/cifar
 python -m perfed.rescore outputs/cifar/*-imagefolder-* protocol=paper engine.threads=1
 python -m perfed.report --format markdown outputs/cifar/*-imagefolder-*
 python -m perfed.report --format markdown outputs/cifar/*/eval-paper-*
+
+# All methods: MNIST, 200 rounds each; the embedded digits, equal budgets of gradient evaluations
+$run experiment=all_methods dataset=mnist n=50 rounds=200 eval_every=50 study.budget=null study.tuning_share=0.25
+$run experiment=all_methods

@@ -206,7 +206,8 @@ def method_table(runs: Mapping[str, results.Run], rounds: Mapping[str, int]) -> 
         mine = _per_user(run)
         better = [mine[key] > local[key] for key in mine if key in local]
         worse = [mine[key] < local[key] for key in mine if key in local]
-        shares = f"{100 * sum(better) / len(better):.0f} / {100 * sum(worse) / len(worse):.0f}" if better and method != "local" else "-"
+        known = bool(better) and method in means and method != "local"
+        shares = f"{100 * sum(better) / len(better):.0f} / {100 * sum(worse) / len(worse):.0f}" if known else "-"
         div = f"div {len(result['diverged'])}/{len(result['seeds'])}"
         text = tables.accuracy_text(*means[method]) if method in means else div
         rows.append(
