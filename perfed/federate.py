@@ -428,7 +428,8 @@ class Federation:
             bad = torch.zeros_like(limit, dtype=torch.bool)
             if leaves := numbers(models):
                 bad |= ~(size(leaves) <= limit)
-            if leaves := numbers(part):
+            # A norm within the limit is finite; whatever is no model is looked at by itself.
+            if models is not part and (leaves := numbers(part)):
                 bad |= ~torch.stack([torch.isfinite(t.reshape(len(t), -1)).all(1) for t in leaves]).all(0)
             return bad
 
