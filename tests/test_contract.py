@@ -213,8 +213,7 @@ class Spy:
         self.patch.setattr(algo, name, wrapped, raising=True)
 
 
-@each
-@BACKENDS
+@pytest.mark.parametrize("case, backend", [*((case, "vmap") for case in CASES), *((case, "loop") for case in FEW)])
 def test_inputs_are_bit_identical_afterwards(case, backend, monkeypatch):
     spy = Spy(monkeypatch)
     fed = spy.watch(build(case, backend=backend))

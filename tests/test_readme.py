@@ -20,6 +20,7 @@ from perfed.frontdoor import Composer, FrontDoor
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
+COMPOSER = Composer()
 SHELL = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines() if line.strip() and not line.startswith("#")]
 COMMANDS = [line for line in SHELL if line.startswith("python ")]
 SETUP = [line for line in SHELL if line.startswith("python3 -m venv")]
@@ -68,7 +69,7 @@ def test_command_is_composed_and_planned(line, user, monkeypatch):
     overrides = [word for word in words(line)[3:] if not word.startswith("-")]
     if "--help" in flags:
         return
-    command = FrontDoor(Composer(None, None, None), overrides).command("-m" in flags, [])
+    command = FrontDoor(COMPOSER, overrides).command("-m" in flags, [])
     assert command.multirun == ("-m" in flags)
     assert len(command.cells) == np.prod([len(word.partition("=")[2].split(",")) for word in overrides if "[" not in word], dtype=int)
     for cell in command.cells[:2]:
