@@ -64,7 +64,7 @@ def case(check):
     return pytest.param(check, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
 
 
-@pytest.mark.parametrize("check", map(case, collect()))
+@pytest.mark.parametrize("check", [case(check) for check in collect()])
 def test_conformance(check):
     deviation, distance = check.run()
     assert math.isfinite(deviation) and deviation <= check.tolerance
