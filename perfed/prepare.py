@@ -52,10 +52,12 @@ def prepare(config: Config) -> Prepared:
     protocol = resolve(config, config.algo)
     check(protocol, [p.test for p in partitions])
     prepared = Prepared(config, identity(config, dataset.fingerprint), dataset, partitions, initial, protocol, _NOT_YET)
+    prepared = replace(prepared, state_numbers=_state_numbers(prepared))
     prepared = replace(prepared, decision=_decide(prepared, device, notes))
     _fits(prepared)
-    told = [*_own_knobs(config), *config.algo.notes(_facts(prepared))]
-    return replace(prepared, decision=replace(prepared.decision, notes=(*prepared.decision.notes, *told)))
+    theory = tuple(config.algo.notes(_facts(prepared)))
+    notes = (*prepared.decision.notes, *_own_knobs(config), *theory)
+    return replace(prepared, decision=replace(prepared.decision, notes=notes), theory=theory)
 
 
 def _named(group: str, f) -> None:
@@ -185,7 +187,7 @@ def _decide(prepared: Prepared, device: torch.device, notes: list[str]) -> Decis
         model=config.model.name,
         flops=_flops(prepared),
         lane_bytes=_lane_bytes(prepared),
-        user_bytes=_number_bytes(config) * config.seeds * _state_numbers(prepared)[1],
+        user_bytes=_number_bytes(config) * config.seeds * prepared.state_numbers[1],
     )
     return replace(made, notes=(*notes, *made.notes))
 
@@ -221,7 +223,7 @@ def _state_numbers(prepared: Prepared) -> tuple[int, int]:
 def needed_bytes(prepared: Prepared) -> tuple[int, int]:
     """A rough peak of memory beside torch itself: (with the computing device, where users' state lies)."""
     config, size = prepared.config, _number_bytes(prepared.config)
-    server, users = (config.seeds * size * numbers for numbers in _state_numbers(prepared))
+    server, users = (config.seeds * size * numbers for numbers in prepared.state_numbers)
     lanes = _lanes(prepared)
     together = min(lanes, prepared.decision.chunk or lanes)
     rows = 4 * size * lanes * users // max(1, config.seeds * config.n * size)  # read, written, undone, checked
@@ -325,7 +327,7 @@ def plan(config: Config) -> str:
         f"  device {prepared.decision.device}, backend {prepared.decision.backend}"
         f"{', compiled' if prepared.decision.compiled else ''}; {memory}, "
         f"roughly {seconds / 60:.1f} min of training on one CPU core\n"
-        + "".join(f"  {line}\n" for line in config.algo.notes(_facts(prepared)))
+        + "".join(f"  {line}\n" for line in prepared.theory)
         + f"  {prepared.protocol.text()}\n\n{tables.plain(table)}  {drawn}\n"
     )
 

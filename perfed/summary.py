@@ -37,6 +37,8 @@ class Prepared:
     initial: list[Params]
     protocol: Protocol
     decision: Decision
+    state_numbers: tuple[int, int] = (0, 0)  # that one seed keeps from round to round: the server's, all users'
+    theory: tuple[str, ...] = ()  # what the method says of its hyper-parameters
 
 
 def primary(prepared: Prepared, models: tuple[str, ...]) -> dict[str, Any]:
