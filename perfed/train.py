@@ -207,7 +207,7 @@ def _run(prepared: Prepared, folder: Path, log: TextIO, signals: _Signals, start
     stored = None if config.force else checkpoint.restore(folder / "state.pt", fed, who.hash)
     if stored is not None:
         rows = stored[0]
-        clock = {name: value + stored[1][name] for name, value in clock.items()}
+        clock = stored[1] | {name: value + stored[1][name] for name, value in clock.items()}
         progress.say(f"resumed after round {fed.k}")
     warm = not prepared.decision.compiled
     scores: Scores | None = None
@@ -225,6 +225,7 @@ def _run(prepared: Prepared, folder: Path, log: TextIO, signals: _Signals, start
                 progress.say(fed.warning)
             warm = True
             if fed.k % config.eval_every == 0 or fed.k == config.rounds:
+                clock[f"train until round {fed.k}"] = clock["train"]
                 scores = _measure(fed, prepared, rows, clock)
                 progress.scored(_headline(rows, scores))
             progress.round(fed.k)
