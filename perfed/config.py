@@ -33,7 +33,7 @@ from perfed.errors import UserError, nearest, require
 GROUPS = ("algo", "dataset", "partition", "model", "optimizer", "server", "protocol")
 KNOBS = ("n", "r", "rounds", "tau", "batch", "alpha", "beta", "seed", "seeds", "device")
 _NESTED = ("split", "adapt", "engine", "study")
-STUDIES = ("all_methods", "easgd_vs_admm")
+STUDIES = ("all_methods", "easgd_vs_admm", "table1", "fig1", "aruba", "alpha_sweep")
 
 
 def conf_dir() -> Path:
@@ -214,6 +214,9 @@ class Root:
     plugins: list[str] = field(default_factory=list)
     plan: bool = False
     force: bool = False
+    resume: str = "auto"
+    checkpoint_every: float = 60.0
+    fail_fast: bool = False
 
     def __post_init__(self):
         require(self.n >= 1, "n", self.n, "a whole number >= 1 of users")
@@ -236,6 +239,8 @@ class Root:
         require(bool(self.data_root.strip()), "data_root", self.data_root, "a folder")
         require(bool(self.outputs.strip()), "outputs", self.outputs, "a folder")
         _choice("progress", self.progress, "auto", "bar", "lines", "off")
+        _choice("resume", self.resume, "auto", "anyway")
+        require(self.checkpoint_every > 0, "checkpoint_every", self.checkpoint_every, "a number > 0 of seconds")
 
 
 @dataclass(kw_only=True)

@@ -23,7 +23,7 @@ from perfed.config import GROUPS, Config, absolute, plain
 from perfed.errors import UserError
 
 FORMAT = 1
-_NO_NUMBER = ("device", "data_root", "outputs", "progress", "pictures", "plan", "force", "study")
+_NO_NUMBER = ("device", "data_root", "outputs", "progress", "pictures", "plan", "force", "resume", "checkpoint_every", "fail_fast", "study")
 
 LATE: dict[str, Any] = {}
 """Keys that were added after the first release -> the value that reproduces the behaviour before them.
