@@ -33,6 +33,7 @@ from perfed.errors import UserError, nearest, require
 GROUPS = ("algo", "dataset", "partition", "model", "optimizer", "server", "protocol")
 KNOBS = ("n", "r", "rounds", "tau", "batch", "alpha", "beta", "seed", "seeds", "device")
 _NESTED = ("split", "adapt", "engine", "study")
+NETWORKS = ("mlp", "langelaar", "mlp_large", "cnn")
 STUDIES = ("all_methods", "easgd_vs_admm", "table1", "fig1", "aruba", "alpha_sweep")
 
 
@@ -164,7 +165,8 @@ class Study:
 
     ``methods`` "all" or names; ``budget`` gradient evaluations of a training user, None: ``rounds`` for all;
     ``tuning_seeds`` seeds of a trial, ``tuning_share`` the share of the rounds that it runs; ``jobs`` runs at once,
-    "auto" one for each CPU core.
+    "auto" one for each CPU core. Of the paper's studies: ``rows`` names in ``conf/row``, ``networks`` of NETWORKS, ``protocols``
+    to judge under, ``tuned`` a block with tuned steps, ``cifar`` CIFAR-10 as an image folder.
     """
 
     name: str | None = None
@@ -173,6 +175,11 @@ class Study:
     tuning_seeds: int = 1
     tuning_share: float = 1.0
     jobs: Any = "auto"
+    rows: Any = None
+    networks: Any = field(default_factory=lambda: ["mlp"])
+    protocols: Any = field(default_factory=lambda: ["paper", "clean"])
+    tuned: bool = True
+    cifar: str | None = None
 
     def __post_init__(self):
         if self.name is not None:
@@ -186,6 +193,14 @@ class Study:
         self.jobs = _number_or_text(self.jobs)
         ok = self.jobs == "auto" or (_whole(self.jobs) and self.jobs >= 1)
         require(ok, "jobs", self.jobs, "auto or a whole number >= 1")
+        for key in ("rows", "networks", "protocols"):
+            value = getattr(self, key)
+            ok = isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, str) for item in value)
+            require(ok or (key == "rows" and value is None), key, value, "a list of names")
+        for name in self.networks:
+            _choice("networks", name, *NETWORKS)
+        for name in self.protocols:
+            _choice("protocols", name, *PROTOCOLS)
 
 
 @dataclass(kw_only=True)

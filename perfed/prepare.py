@@ -1,6 +1,7 @@
 """What happens before round 1: a configuration is checked against its data and the machine, and planned.
 
     prepare      load the data, split them, build the model, choose the device; refuses what does not fit, writes nothing
+    smoothness   largest Hessian eigenvalue of a user's loss at the initial model
     federation   the simulation before round 0
     plan         what a run would do, described
 """
@@ -254,13 +255,16 @@ def _too_large(config: Config, place: str, count: float, free: float) -> NoRetur
 def _facts(prepared: Prepared) -> Facts:
     config = prepared.config
     members = int(prepared.partitions[0].seen.sum())
-    smoothness = _smoothness(prepared) if config.algo.wants_smoothness else None
-    return Facts(members, _active(config, prepared.partitions), config.rounds, smoothness)
+    curvature = smoothness(prepared) if config.algo.wants_smoothness else None
+    return Facts(members, _active(config, prepared.partitions), config.rounds, curvature)
 
 
-def _smoothness(prepared: Prepared) -> float:
-    """Largest Hessian eigenvalue (in size) of the first user's loss at w_0, by power iteration on 256 of his examples."""
-    params = tree.map(lambda t: t.to(torch.float64), prepared.initial[0])
+def smoothness(prepared: Prepared, params: Params | None = None) -> float:
+    """Largest Hessian eigenvalue (in size) of the first user's loss, by power iteration on 256 of his examples: a lower bound of L.
+
+    ``params``: where; default w_0 of the first seed.
+    """
+    params = tree.map(lambda t: t.to("cpu", torch.float64), prepared.initial[0] if params is None else params)
     data, part = prepared.dataset, prepared.partitions[0]
     index = torch.from_numpy(part.train.of(int(np.nonzero(part.seen)[0][0]))[:256])
     pool = make_pool(data.x, data.y, data.offset, data.scale, torch.device("cpu"), torch.float64)

@@ -95,13 +95,15 @@ def rescore(folder: Path, overrides: Sequence[str]) -> results.Run:
 def _rescored(folder: Path, config: Config) -> results.Run:
     from perfed import train
     from perfed.evaluate import judge
+    from perfed.identity import identity
+    from perfed.prepare import resolve
     from perfed.summary import summary, user_rows
 
-    fed, prepared = train.rebuild(folder, config)
-    slug = re.sub(r"[^A-Za-z0-9]+", "_", prepared.protocol.label).strip("_")
-    home = folder / f"eval-{slug}-{prepared.identity.hash[:12]}"
+    slug = re.sub(r"[^A-Za-z0-9]+", "_", resolve(config, config.algo).label).strip("_")
+    home = folder / f"eval-{slug}-{identity(config).hash[:12]}"
     status = results.read_status(home)
     if status is None or status["status"] not in ("DONE", "DIVERGED"):
+        fed, prepared = train.rebuild(folder, config)
         scores = judge(fed, prepared.protocol)
         result = summary(prepared, fed, scores)
         home.mkdir(exist_ok=True)

@@ -1,0 +1,131 @@
+"""``experiment=fig1``: the paper's figure 1a (appendix I), accuracy against time, and against what does not depend on the machine.
+
+FedAvg, Per-FedAvg (FO), (HF) and exact run until each has spent the gradient evaluations of ``rounds`` rounds of HF (a Hessian-vector
+product counts twice), so FedAvg runs four times the rounds. Drawn against seconds of training (compiling and evaluating left out; one seed's
+share of a run that trains all seeds together), rounds, gradient evaluations and numbers sent. Runs go one after the other
+(``study.jobs=1``), since others would share their cores. Claim: HF is ahead of FedAvg after the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perfed import figures, results, stats, tables
+from perfed.errors import require
+from perfed.results import Run
+from perfed.studies import paper
+from perfed.studies.all_methods import cost_of_a_round
+from perfed.studies.compared import at, band, curve, data_words, folder_of, listed, train_all
+from perfed.studies.jobs import Context
+from perfed.studies.paper import EXACT, FEDAVG, FO, HF, TITLES
+
+METHODS = (FEDAVG, FO, HF, EXACT)
+AXES = {
+    "seconds": "training, seconds of one core and seed",
+    "round": "rounds",
+    "gradients": "gradient evaluations, thousands",
+    "floats": "numbers sent, million",
+}
+SCALES = {"seconds": 1.0, "round": 1.0, "gradients": 1e3, "floats": 1e6}
+
+
+def main(context: Context) -> int:
+    """Run the study; returns the exit code."""
+    config = context.config
+    require(config.study.methods == "all", "study.methods", config.study.methods, "all: the figure has its own methods")
+    words = plan(context)
+    if config.plan:
+        print(tables.plain(tables.grid(["method", "words"], [[TITLES[m], " ".join(text)] for m, text in words.items()])))
+        return 0
+    runs, missing = train_all({TITLES[m]: text for m, text in words.items()}, context)
+    folder = folder_of("fig1", config)
+    report(folder, runs, missing, config.study.name)
+    return 1 if missing else 0
+
+
+def plan(context: Context) -> dict[str, tuple[str, ...]]:
+    """method -> words, all with the same gradient evaluations and as many evaluated rounds. Raises UserError where that is no whole
+    number of rounds."""
+    base, out = data_words(context.config), {}
+    dear = cost_of_a_round(context.parsed(f"algo={HF}", *base))
+    for method in METHODS:
+        times = dear / cost_of_a_round(context.parsed(f"algo={method}", *base))
+        require(times == int(times), "tau", context.config.tau, f"a value for which {HF} costs a whole multiple of {method}")
+        rounds, every = context.config.rounds * int(times), context.config.eval_every * int(times)
+        out[method] = (*base, f"algo={method}", f"rounds={rounds}", f"eval_every={every}")
+    return out
+
+
+def report(folder: Path, runs: Mapping[str, Run], missing: list[str], name: str) -> None:
+    """Write and print the table at equal budgets, the verdicts and the picture."""
+    curves = {title: curve(run) for title, run in runs.items() if not run.result["diverged"]}
+    diverged = [title for title, run in runs.items() if run.result["diverged"]]
+    axes = [axis for axis in AXES if curves and all(np.isfinite(found[axis]).all() for found in curves.values())]
+    budgets = {axis: min(found[axis][-1] for found in curves.values()) for axis in axes}
+    table, verdict = equal_budgets(curves, budgets), verdicts(curves, budgets)
+    first = next(iter(runs.values()), None)
+    notes = [f"{title}: a seed diverged; it is in no curve." for title in diverged]
+    if curves and "seconds" not in axes:
+        notes.append("Against seconds nothing is drawn: a run lacks the times of its rounds.")
+    text = [f"# Accuracy against time, rounds, gradients and numbers sent: {first.result['dataset'] if first else ''}\n"]
+    if curves:
+        figures.lines(
+            frame(curves, axes), folder / "fig1.png", _title(first), xlabels={axis: AXES[axis] for axis in axes},
+            majority=first.result["majority"],
+        )  # fmt: skip
+        text += ["![accuracy against each budget](fig1.png)\n", tables.markdown(table), "## Verdict\n", tables.markdown(verdict)]
+        print(f"\n{tables.plain(table)}\n{tables.plain(verdict)}")
+    text += [*(f"{note}\n" for note in notes), listed(runs, missing)]
+    results.write_text(folder / "report.md", "\n".join(text))
+    for line in (*notes, *missing):
+        print(f"perfed: {line}")
+    print(f"report: {folder / 'report.md'}", flush=True)
+
+
+def _title(run: Run) -> str:
+    result = run.result
+    return f"{result['dataset']}, {result['partition']}, {result['model']}, tau={result['tau']}; protocol {result['protocol']}"
+
+
+def frame(curves: Mapping[str, Mapping[str, np.ndarray]], axes: list[str]) -> Any:
+    """What ``figures.lines`` draws: a panel per axis."""
+    import pandas as pd
+
+    rows = []
+    for axis in axes:
+        for title, found in curves.items():
+            mean, half = band(found["accuracy"])
+            x = found[axis] / SCALES[axis]
+            rows.append(pd.DataFrame({"panel": axis, "line": title, "x": x, "mean": mean, "half_width": half}))
+    return pd.concat(rows, ignore_index=True)
+
+
+def equal_budgets(curves: Mapping[str, Mapping[str, np.ndarray]], budgets: Mapping[str, float]) -> tables.Grid:
+    """Accuracy of each method where the cheapest run of an axis ends."""
+    rows = []
+    for axis, budget in budgets.items():
+        cells = [tables.accuracy_text(*stats.interval(list(at(found, axis, budget)))) for found in curves.values()]
+        rows.append([f"{budget / SCALES[axis]:,.6g} {AXES[axis]}", *cells])
+    caption = (
+        "Accuracy in percent, mean ± half-width of the 95 % Student-t interval over seeds, of each method when it has spent so much "
+        "(between two evaluated rounds: linear). Gradients and numbers sent are counted over all users of a seed."
+    )
+    return tables.grid(["after", *curves], rows, caption)
+
+
+def verdicts(curves: Mapping[str, Mapping[str, np.ndarray]], budgets: Mapping[str, float]) -> tables.Grid:
+    """HF ahead of FedAvg after the same time (the paper's claim), and after the same of each other budget."""
+    rows, high, low = [], curves.get(TITLES[HF]), curves.get(TITLES[FEDAVG])
+    for axis, budget in budgets.items():
+        if high is None or low is None:
+            continue
+        a, b = ({str(s): v for s, v in enumerate(at(found, axis, budget))} for found in (high, low))
+        part = paper.compare("", a, b)
+        claim = "paper: HF is ahead after the same time" if axis == "seconds" else f"HF is ahead after the same {AXES[axis].split(',')[0]}"
+        rows.append([claim, paper.difference_text(part.difference), part.verdict])
+    caption = "By the 95 % interval of the paired difference HF - FedAvg over seeds; undecided below five seeds."
+    return tables.grid(["claim", "HF - FedAvg, points", "verdict"], rows, caption)

@@ -1,0 +1,392 @@
+"""``experiment=table1`` and ``table1_quick``: the paper's Table 1, ours beside the recalled values, and a verdict per claim.
+
+Rows are options of the group ``row`` (``conf/row``), columns the paper's three methods, the exact one, local training, and FedAvg with the
+gradient evaluations of HF (four times the local steps). Each network of ``study.networks`` is trained once and judged under every
+protocol of ``study.protocols`` (as by ``perfed-eval``). The block "tuned" repeats it with local steps chosen on validation data,
+from the same trials for every method (``conf/tune/studies/table1.yaml``). Claims: :mod:`perfed.studies.paper`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perfed import results, tables
+from perfed.config import Config, conf_dir
+from perfed.errors import nearest, require
+from perfed.identity import identity
+from perfed.results import Run
+from perfed.studies import paper
+from perfed.studies.all_methods import TUNING_SEED, Space, _validation, words
+from perfed.studies.compared import image_folder
+from perfed.studies.jobs import Context, Done, Job, run_all
+from perfed.studies.paper import EQUAL, EXACT, FEDAVG, FO, HF, LOCAL, ROWS, TITLES
+
+HF_GRADIENTS = 4
+"""Gradient evaluations of one step of HF; FedAvg takes so many times more steps for the column at equal gradients."""
+NETWORKS = {
+    "mlp": ("model=mlp",),
+    "langelaar": ("model=langelaar",),
+    "mlp_large": ("model=mlp", "model.hidden=[200,100]"),
+    "cnn": ("model=cnn",),
+}
+METHODS = (FEDAVG, FO, HF, EXACT, LOCAL, EQUAL)
+AS_CONFIGURED, TUNED = "steps as configured", "tuned steps"
+
+
+@dataclass(frozen=True)
+class Key:
+    """A training of the study."""
+
+    row: str
+    network: str
+    block: str
+    method: str
+
+    @property
+    def label(self) -> str:
+        return " ".join((self.row, self.network, *(["tuned"] if self.block == TUNED else []), self.method))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A whole table: what the paper leaves open, chosen."""
+
+    network: str
+    protocol: str
+    block: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.network}, protocol {self.protocol}, {self.block}"
+
+    def choices(self, baseline: str) -> paper.Choices:
+        return (("network", self.network), ("protocol", self.protocol), ("steps", self.block), ("baseline", baseline))
+
+
+def row_words(row: str, cifar: str | None) -> tuple[str, ...]:
+    """The words of a row; with ``cifar`` CIFAR-10 comes from an image folder."""
+    if cifar is None or ROWS[row].data != "CIFAR-10":
+        return (f"row={row}",)
+    return (f"row={row}", *image_folder(cifar))
+
+
+def method_words(row: str, method: str) -> tuple[str, ...]:
+    return ("algo=fedavg", f"tau={HF_GRADIENTS * ROWS[row].tau}") if method == EQUAL else (f"algo={method}",)
+
+
+def known_rows(rows: Sequence[str] | None) -> list[str]:
+    """The wanted rows; raises UserError for one that does not exist."""
+    wanted = list(rows or ROWS)
+    for row in wanted:
+        require(row in ROWS, "study.rows", row, f"a list of rows among {', '.join(ROWS)}{nearest(row, list(ROWS))}")
+    return wanted
+
+
+def main(context: Context) -> int:
+    """Run the study; returns the exit code."""
+    study, rows = context.config.study, known_rows(context.config.study.rows)
+    require(study.methods == "all", "study.methods", study.methods, "all: Table 1 has its own methods")
+    space = table_space()
+    base = {
+        Key(row, network, AS_CONFIGURED, method): (*row_words(row, study.cifar), *NETWORKS[network], *method_words(row, method))
+        for row in rows
+        for network in study.networks
+        for method in METHODS
+    }
+    if study.tuned:
+        require(context.config.split.val == 0, "split.val", context.config.split.val, "0: the tuned block holds out its own 20 %")
+    if context.config.plan:
+        print(_plan(base, space, context))
+        return 0
+    pairs = [(row, network) for row in rows for network in study.networks]
+    smooth = {pair: _smoothness(context, base[Key(*pair, AS_CONFIGURED, HF)]) for pair in pairs}
+    count = f"{len(base)} trainings" + (f", {len(base) * len(space.trials)} trials and {len(base)} tuned trainings" if study.tuned else "")
+    print(f"perfed: Table 1: {len(rows)} rows, {count}; {context.processes} at once", flush=True)
+    jobs = dict(base)
+    chosen: dict[Key, dict[str, Any] | None] = {}
+    if study.tuned:
+        chosen = _tune(context, base, space)
+        jobs |= {
+            Key(key.row, key.network, TUNED, key.method): (*base[key], "split.val=0.2", *words(values))
+            for key, values in chosen.items()
+            if values is not None
+        }
+    ended = run_all([Job(key.label, text) for key, text in jobs.items()], context, "run")
+    folders = {key: ended[key.label].folder for key in jobs if ended[key.label].problem is None}
+    runs = _judged(folders, study.protocols)
+    return _report(context, rows, runs, {key: ended[key.label] for key in jobs}, chosen, smooth)
+
+
+def table_space() -> Space:
+    from omegaconf import OmegaConf
+
+    content = OmegaConf.to_container(OmegaConf.load(conf_dir() / "tune" / "studies" / "table1.yaml"))
+    return Space("table1", (), dict(content["grid"]))
+
+
+def _plan(base: Mapping[Key, tuple[str, ...]], space: Space, context: Context) -> str:
+    rows = [[key.row, key.network, TITLES[key.method], " ".join(text)] for key, text in base.items()]
+    note = f"Each judged under the protocols {', '.join(context.config.study.protocols)}."
+    if context.config.study.tuned:
+        grid = "; ".join(f"{k} in {v}" for k, v in space.grid.items())
+        note += f" Tuned block: {len(space.trials)} trials each ({grid}), then as many trainings again."
+    return tables.plain(tables.grid(["row", "network", "method", "words"], rows, note))
+
+
+def _smoothness(context: Context, text: tuple[str, ...]) -> float:
+    """L at w_0; raises UserError before anything is trained where the row's data cannot be had."""
+    from perfed.prepare import prepare, smoothness
+
+    return smoothness(prepare(context.parsed(*text, "seeds=1", "plan=false")))
+
+
+def _tune(context: Context, base: Mapping[Key, tuple[str, ...]], space: Space) -> dict[Key, dict[str, Any] | None]:
+    """The values with the best validation accuracy for every training; None where all trials failed or diverged."""
+    config = context.config
+    tuning = (
+        "split.val=0.2",
+        f"seed={config.seed + TUNING_SEED}",
+        f"seeds={config.study.tuning_seeds}",
+        f"eval_every={10**6}",
+        "pictures=false",
+    )
+    jobs = {}
+    for key, text in base.items():
+        rounds = context.parsed(*text).rounds
+        short = f"rounds={max(1, round(config.study.tuning_share * rounds))}"
+        for trial in space.trials:
+            jobs[key, json.dumps(trial)] = Job(" ".join((key.label, *words(trial))), (*text, *tuning, short, *words(trial)))
+    tried = run_all(list(jobs.values()), context, "trial")
+    chosen: dict[Key, dict[str, Any] | None] = {}
+    for key in base:
+        scores = [(_validation(tried[jobs[key, json.dumps(trial)].label]), trial) for trial in space.trials]
+        known = [(score, trial) for score, trial in scores if score is not None]
+        chosen[key] = max(known, key=lambda pair: pair[0])[1] if known else None
+    return chosen
+
+
+def _judged(folders: Mapping[Key, Path | None], protocols: Sequence[str]) -> dict[tuple[Key, str], Run]:
+    """(training, protocol) -> its run, scored again where it was trained under another protocol."""
+    from perfed.rescore import rescore
+
+    out = {}
+    for key, folder in folders.items():
+        if folder is None or not (run := results.load(folder)).complete:
+            continue
+        for protocol in protocols:
+            same = run.result["protocol"] == protocol
+            out[key, protocol] = run if same else rescore(folder, [f"protocol={protocol}", "engine.threads=1"])
+    return out
+
+
+# ---------------------------------------------------------------- the report
+
+
+def values_of(runs: Mapping[tuple[Key, str], Run], variant: Variant) -> dict[tuple[str, str], dict[str, float]]:
+    """(row, method) -> accuracy by seed, of one table; a cell with a diverged seed is left out."""
+    return {
+        (key.row, key.method): tables.primary(run.result)["per_seed"]
+        for (key, protocol), run in runs.items()
+        if Variant(key.network, protocol, key.block) == variant and not run.result["diverged"]
+    }
+
+
+def variants_of(runs: Mapping[tuple[Key, str], Run]) -> list[Variant]:
+    return list(dict.fromkeys(Variant(key.network, protocol, key.block) for key, protocol in runs))
+
+
+def table_of(
+    rows: Sequence[str], runs: Mapping[tuple[Key, str], Run], variant: Variant, smooth: Mapping[tuple[str, str], float]
+) -> tables.Grid:
+    """One table: a line per row, and below it the paper's recalled values where there are any."""
+    lines, notes = [], []
+    mine = {(key.row, key.method): run for (key, protocol), run in runs.items() if Variant(key.network, protocol, key.block) == variant}
+    for row in rows:
+        found = {method: mine.get((row, method)) for method in METHODS}
+        well = {i: run for i, run in enumerate(found.values()) if run is not None and not run.result["diverged"]}
+        seeds = {i: tables.primary(run.result)["per_seed"] for i, run in well.items()}
+        bold, dagger = tables._marks(seeds)
+        cells: list[Any] = []
+        for i, (method, run) in enumerate(found.items()):
+            if run is None:
+                cells.append("-")
+                notes.append(f"-: {TITLES[method]}, {ROWS[row].text}: no result.")
+            elif run.result["diverged"]:
+                cells.append(f"div {len(run.result['diverged'])}/{len(run.result['seeds'])}")
+            else:
+                cell = tables.primary(run.result)
+                cells.append(tables.Cell(tables.accuracy_text(cell["mean"], cell["half_width"]), i in bold, "†" if i in dagger else ""))
+        majority = next((run.result["majority"] for run in found.values() if run is not None), None)
+        size = smooth.get((row, variant.network))
+        alpha_l = "-" if size is None else f"{ROWS[row].alpha * size:.2g}"
+        lines.append([ROWS[row].text, *cells, tables.percent(majority), alpha_l])
+        if recalled := ROWS[row].recalled:
+            old = [tables.accuracy_text(*recalled[method]) if method in recalled else "-" for method in METHODS]
+            lines.append(["  paper, as recalled", *old, "-", "-"])
+    caption = tables.sweep_caption([run for run in mine.values()], tuned=variant.block == TUNED)
+    caption += (
+        f" Network {variant.network}. local judges each user's own model, all others the global one after the protocol's adaptation. "
+        f"{TITLES[EQUAL]}: FedAvg with {HF_GRADIENTS} times the local steps, the gradient evaluations of HF. alpha L: the adaptation step "
+        "times the largest Hessian eigenvalue of a user's loss at the initial model."
+    )
+    if any(ROWS[row].recalled for row in rows):
+        caption += f" The paper's values are {paper.RECALLED}; what its ± counts is not stated."
+    return tables.grid(["row", *(TITLES[method] for method in METHODS), "majority class", "alpha L"], lines, caption, notes)
+
+
+def groups_of(rows: Sequence[str], runs: Mapping[tuple[Key, str], Run], variant: Variant) -> tables.Grid:
+    """Accuracy by user group and of the worst 10 %, beside each table."""
+    mine = {(key.row, key.method): run for (key, protocol), run in runs.items() if Variant(key.network, protocol, key.block) == variant}
+    lines = []
+    for row in rows:
+        cells = {m: tables.primary(mine[row, m].result) for m in METHODS if (row, m) in mine and not mine[row, m].result["diverged"]}
+        kinds = {
+            name: {m: tables.percent(cell["groups"].get(name)) for m, cell in cells.items()}
+            for name in dict.fromkeys(name for cell in cells.values() for name in cell["groups"])
+        }
+        low = {m: f"{tables.percent(cell['worst10'])} ({tables.percent(cell['binomial_floor'])})" for m, cell in cells.items()}
+        for name, texts in (*kinds.items(), ("worst 10 % (floor)", low)):
+            lines.append([f"{ROWS[row].text}: {name}", *(texts.get(m, "-") for m in METHODS)])
+    caption = (
+        "The same runs by group of users (group 1: five classes; group 2: two classes, one of which is most of a user's data; under "
+        "diff. hetero. one class, where 100 % is trivial), and the mean of the tenth of the users with the lowest accuracy, with its "
+        "binomial floor."
+    )
+    return tables.grid(["row: users", *(TITLES[m] for m in METHODS)], lines, caption)
+
+
+def against_equal(values: paper.Values) -> dict[tuple[str, str], paper.Seeds]:
+    """The same values with FedAvg at equal gradient evaluations in FedAvg's place."""
+    out = {key: seeds for key, seeds in values.items() if key[1] not in (FEDAVG, EQUAL)}
+    return out | {(row, FEDAVG): seeds for (row, method), seeds in values.items() if method == EQUAL}
+
+
+def verdicts(
+    found: Mapping[paper.Choices, paper.Values], networks: Mapping[str, tuple[paper.Values, paper.Values]]
+) -> tuple[tables.Grid, tables.Grid, tables.Grid]:
+    """(claims with the first choices' verdict and what turns it, claims x all choices, every comparison).
+
+    ``found``: choices -> values; ``networks``: name of a more complex network -> (values of mlp, values of it).
+    """
+    short, whole, every = [], [], []
+    for claim in paper.CLAIMS:
+        parts = {choices: list(claim.parts(values)) for choices, values in found.items()}
+        ends = {choices: paper.overall(p) for choices, p in parts.items()}
+        short.append([claim.text, next(iter(ends.values())), paper.turned(ends)])
+        whole.append([claim.text, *ends.values()])
+        for choices, listed in parts.items():
+            for part in listed:
+                every.append([claim.name, _chosen(choices), part.text, paper.difference_text(part.difference), part.verdict])
+    for name, (base, other) in networks.items():
+        parts = list(paper.keeps_the_order(base, other))
+        text = f"a more complex network keeps the order ({name} against mlp)"
+        short.append([text, paper.overall(parts), "-"])
+        every += [["network", name, part.text, paper.difference_text(part.difference), part.verdict] for part in parts]
+    base = next(iter(found))
+    note = (
+        f"Of the first table ({_chosen(base)}). Supported, contradicted, undecided: by the 95 % interval of the paired difference over "
+        "common seeds, of every comparison that the claim makes in these rows (below five seeds: undecided; one contradicted comparison "
+        "contradicts the claim). Turned by: the choice that the paper leaves open and that, changed alone, gives another verdict."
+    )
+    return (
+        tables.grid(["claim of the paper", "verdict", "turned by"], short, note),
+        tables.grid(["claim of the paper", *map(_chosen, found)], whole),
+        tables.grid(["claim", "choices", "comparison", "difference, points", "verdict"], every),
+    )
+
+
+def _chosen(choices: paper.Choices) -> str:
+    return ", ".join(f"protocol {value}" if name == "protocol" else value for name, value in choices)
+
+
+def below_majority(rows: Sequence[str], runs: Mapping[tuple[Key, str], Run]) -> Iterator[str]:
+    """A sentence per table on its cells below the majority class, ours and the recalled ones."""
+    for variant in variants_of(runs):
+        low = []
+        for (key, protocol), run in runs.items():
+            if Variant(key.network, protocol, key.block) == variant and not run.result["diverged"]:
+                mean = tables.primary(run.result)["mean"]
+                if mean < run.result["majority"]:
+                    low.append(f"{TITLES[key.method]} on {ROWS[key.row].text} ({tables.percent(mean)})")
+        yield f"{variant.text}: {'; '.join(low) or 'none'}."
+    old = [
+        f"{TITLES[method]} on {ROWS[row].text} ({tables.percent(mean)})"
+        for row in rows
+        for method, (mean, _) in (ROWS[row].recalled or {}).items()
+        if mean < paper.RECALLED_MAJORITY[ROWS[row].diff]
+    ]
+    if any(ROWS[row].recalled for row in rows):
+        yield f"the paper's, {paper.RECALLED}: {'; '.join(old) or 'none'}."
+
+
+def _report(context: Context, rows: list[str], runs: Any, ended: Mapping[Key, Done], chosen: Any, smooth: Any) -> int:
+    config = context.config
+    missing = [f"{key.label}: {done.problem}" for key, done in ended.items() if done.problem is not None]
+    missing += [f"{key.label}: every trial failed or diverged" for key, values in chosen.items() if values is None]
+    variants = variants_of(runs)
+    shown = {variant: table_of(rows, runs, variant, smooth) for variant in variants}
+    folder = config.outputs_path / _name(config, rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [f"# Table 1 of the Per-FedAvg paper: {', '.join(dict.fromkeys(ROWS[row].data for row in rows))}\n"]
+    for number, variant in enumerate(variants, 1):
+        parts += [f"## {variant.text}\n", tables.markdown(shown[variant]), tables.markdown(groups_of(rows, runs, variant))]
+        results.write_text(folder / f"table{number}.csv", tables.to_csv(shown[variant]))
+        print(f"\n{variant.text}\n\n{tables.plain(shown[variant])}", flush=True)
+    if variants:
+        claims, whole, every = verdicts(*_values(config, runs, variants))
+        parts += ["## Verdicts\n", tables.markdown(claims), tables.markdown(whole), "### Every comparison\n", tables.markdown(every)]
+        results.write_text(folder / "verdicts.csv", tables.to_csv(claims))
+        results.write_text(folder / "comparisons.csv", tables.to_csv(every))
+        print(tables.plain(claims))
+    below = list(below_majority(rows, runs))
+    parts += ["## Below the majority class\n", "".join(f"- {line}\n" for line in below)]
+    if chosen:
+        parts += ["## What was chosen\n", tables.markdown(_choices(chosen, config))]
+    parts += ["## Runs\n", "".join(f"- {key.label}: {done.folder.name}\n" for key, done in ended.items() if done.folder is not None)]
+    parts += ["".join(f"- {line}\n" for line in missing)]
+    results.write_text(folder / "report.md", "\n".join(parts))
+    print("Below the majority class:")
+    for line in below:
+        print(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    "))
+    for line in missing:
+        print(f"perfed: {line}")
+    print(f"report: {folder / 'report.md'}", flush=True)
+    return 1 if missing else 0
+
+
+def _values(config: Config, runs: Any, variants: Sequence[Variant]) -> tuple[dict[paper.Choices, paper.Values], dict[str, Any]]:
+    """What :func:`verdicts` takes. The first network, protocol and steps come first, against FedAvg as it is."""
+    found = {}
+    for variant in variants:
+        values = values_of(runs, variant)
+        found[variant.choices("FedAvg")] = values
+        found[variant.choices("FedAvg at equal gradients")] = against_equal(values)
+    first = Variant("mlp", config.study.protocols[0], AS_CONFIGURED)
+    larger = [name for name in config.study.networks if name in ("mlp_large", "cnn") and "mlp" in config.study.networks]
+    return found, {name: (values_of(runs, first), values_of(runs, Variant(name, first.protocol, first.block))) for name in larger}
+
+
+def _choices(chosen: Mapping[Key, dict[str, Any] | None], config: Config) -> tables.Grid:
+    space = table_space()
+    rows = []
+    for key, values in chosen.items():
+        edges, text = (space.edges(values), ", ".join(words(values))) if values else ([], "none")
+        rows.append([ROWS[key.row].text, key.network, TITLES[key.method], text, ", ".join(edges) or "-"])
+    caption = (
+        f"The best of {len(space.trials)} trials by accuracy on validation data (20 % of each user's training data; seed "
+        f"{config.seed + TUNING_SEED}, not a seed of the tables; {config.study.tuning_share:g} of the rounds). At an edge: a better value "
+        "may lie beyond the grid."
+    )
+    return tables.grid(["row", "network", "method", "chosen", "at an edge"], rows, caption)
+
+
+def _name(config: Config, rows: Sequence[str]) -> str:
+    study = config.study
+    choices = [rows, study.networks, study.protocols, study.tuned, study.tuning_seeds, study.tuning_share]
+    return f"table1-{hashlib.sha256(json.dumps([identity(config, '').hash, *choices]).encode()).hexdigest()[:12]}"
