@@ -441,7 +441,7 @@ def _nearest_key(key: str, known: Sequence[str]) -> str:
 def _identity(config: Config):
     from perfed.identity import identity
 
-    return identity(config)
+    return identity(config, "" if config.study.name else None)  # a study may take its data from elsewhere (study.cifar)
 
 
 def _folder(cfg: DictConfig, name: str, multirun: bool, number: int) -> Path:

@@ -2,7 +2,8 @@
 
 All methods of the comparison get the same number of trials (``conf/tune/studies/aruba.yaml``: ARUBA's first step and zeta; the local
 step of the others), judged on validation data; Per-FedAvg and FedAvg stand in the table with the configured step too, as in the
-paper, which tunes ARUBA alone. A user adapts ("refines") for one step, the same budget for all, and for one pass over his data. Claim: HF is ahead.
+paper, which tunes ARUBA alone. A user adapts ("refines") for one step, the same budget for all, and for one pass over his data.
+Claim: HF is ahead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``experiment=fig1``: the paper's figure 1a (appendix I), accuracy against time, and against what does not depend on the machine.
 
 FedAvg, Per-FedAvg (FO), (HF) and exact run until each has spent the gradient evaluations of ``rounds`` rounds of HF (a Hessian-vector
-product counts twice), so FedAvg runs four times the rounds. Drawn against seconds of training (compiling and evaluating left out; one seed's
-share of a run that trains all seeds together), rounds, gradient evaluations and numbers sent. Runs go one after the other
+product counts twice), so FedAvg runs four times the rounds. Drawn against seconds of training (compiling and evaluating left out; one
+seed's share of a run that trains all seeds together), rounds, gradient evaluations and numbers sent. Runs go one after the other
 (``study.jobs=1``), since others would share their cores. Claim: HF is ahead of FedAvg after the same time.
 """
 

@@ -1,0 +1,249 @@
+"""The paper's claims as verdicts on exact numbers, its recalled values, and the studies that print them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perfed import cli, results, stats
+from perfed.config import NETWORKS, parse
+from perfed.frontdoor import Composer, compose
+from perfed.studies import alpha_sweep, aruba, compared, paper, table1
+from perfed.studies.paper import CLAIMS, EQUAL, FEDAVG, FO, HF, ROWS
+
+COMPOSER = Composer()
+SMALL = ["dataset=synthetic", "partition=iid", "n=6", "r=0.5", "batch=8", "model.hidden=[6]", "seeds=2", "study.jobs=1", "progress=off"]
+
+
+def seeds(*values: float) -> dict[str, float]:
+    return {str(i): v for i, v in enumerate(values)}
+
+
+def around(mean: float) -> dict[str, float]:
+    """Five seeds whose paired difference to ``around(other)`` is the same in every seed: its interval is a point."""
+    return seeds(*(mean + offset for offset in (-0.02, -0.01, 0.0, 0.01, 0.02)))
+
+
+def claim(name: str) -> paper.Claim:
+    return next(c for c in CLAIMS if c.name == name)
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def test_a_verdict_is_where_the_interval_lies():
+    # differences 1, 2, 3, 4, 5: mean 3, s = sqrt(2.5), half-width 2.776 * sqrt(2.5 / 5) = 1.963
+    d = stats.paired(seeds(1, 2, 3, 4, 5), seeds(0, 0, 0, 0, 0))
+    assert d.half_width == pytest.approx(2.7764451 * np.sqrt(0.5), rel=1e-6)
+    assert paper.verdict(d) == "supported"
+    assert paper.verdict(stats.paired(seeds(0, 0, 0, 0, 0), seeds(1, 2, 3, 4, 5))) == "contradicted"
+    # shifted by 2: mean 1 < 1.963
+    assert paper.verdict(stats.paired(seeds(-1, 0, 1, 2, 3), seeds(0, 0, 0, 0, 0))) == "undecided"
+    assert paper.verdict(stats.paired(seeds(1, 2, 3, 4), seeds(0, 0, 0, 0))) == "undecided"  # four seeds
+
+
+def test_alike_is_an_interval_inside_the_margin():
+    margin = paper.ALIKE
+    assert paper.alike("", around(0.5 + 0.9 * margin), around(0.5)).verdict == "supported"
+    assert paper.alike("", around(0.5 - 1.1 * margin), around(0.5)).verdict == "contradicted"
+    wide = seeds(*(0.5 + step for step in (-2 * margin, 0, 2 * margin, -margin, margin)))
+    assert paper.alike("", wide, seeds(0.5, 0.5, 0.5, 0.5, 0.5)).verdict == "undecided"
+    assert paper.alike("", None, around(0.5)).verdict == "not run"
+
+
+def test_a_claim_is_the_conjunction_of_its_parts():
+    def parts(*verdicts: str) -> list[paper.Part]:
+        return [paper.Part("", None, verdict) for verdict in verdicts]
+
+    assert paper.overall(parts("supported", "supported", "not run")) == "supported"
+    assert paper.overall(parts("supported", "undecided")) == "undecided"
+    assert paper.overall(parts("undecided", "contradicted")) == "contradicted"
+    assert paper.overall(parts("not run")) == paper.overall([]) == "not run"
+
+
+def recalled() -> dict[tuple[str, str], dict[str, float]]:
+    """The paper's own table, as recalled, as if five seeds had given it: it must support the paper's own sentences."""
+    return {(row, method): around(mean) for row, r in ROWS.items() for method, (mean, _) in (r.recalled or {}).items()}
+
+
+@pytest.mark.parametrize("name", [c.name for c in CLAIMS])
+def test_the_recalled_table_supports_the_papers_sentences(name):
+    parts = list(claim(name).parts(recalled()))
+    assert parts and paper.overall(parts) == "supported", [(p.text, p.verdict) for p in parts]
+
+
+@pytest.mark.parametrize(
+    "name, row, method, mean",
+    # One cell changed turns the claim around. Mean gains as recalled: MNIST (3.89 + 10.76) / 2 = 7.3, CIFAR-10 (9.95 + 5.35 + 10.35)
+    # / 3 = 8.6 points; with 7.47 less in one of its rows 6.1.
+    [
+        ("HF best", "cifar10_tau4", HF, 0.38),
+        ("MNIST gain", "mnist_tau4", FO, 0.60),
+        ("CIFAR gain", "cifar10_tau10", HF, 0.5044 - 0.0747),
+        ("tau=10", "mnist_tau10", FO, 0.75),
+        ("smaller tau", "cifar10_tau4", FEDAVG, 0.41),
+        ("larger alpha, HF", "cifar10_tau4_alpha01", HF, 0.43),
+        ("larger alpha, FO", "cifar10_tau4_alpha01", FO, 0.35),
+        ("diff. hetero.", "cifar10_tau4_diff", FO, 0.59),
+    ],
+)
+def test_one_cell_contradicts_a_claim(name, row, method, mean):
+    assert paper.overall(list(claim(name).parts(recalled() | {(row, method): around(mean)}))) == "contradicted"
+
+
+def test_what_was_not_run_is_said():
+    some = {key: value for key, value in recalled().items() if key[0].startswith("mnist")}
+    ends = {c.name: paper.overall(list(c.parts(some))) for c in CLAIMS}
+    assert ends["HF best"] == ends["tau=10"] == ends["smaller tau"] == "supported"
+    assert ends["CIFAR gain"] == ends["larger alpha, HF"] == ends["diff. hetero."] == "not run"
+
+
+def test_a_choice_turns_a_claim_when_it_alone_is_changed():
+    def choices(network, protocol):
+        return (("network", network), ("protocol", protocol))
+
+    found = {
+        choices("mlp", "paper"): "supported",
+        choices("mlp", "clean"): "undecided",
+        choices("langelaar", "paper"): "supported",
+        choices("langelaar", "clean"): "contradicted",  # two changes: it does not say which one did it
+    }
+    assert paper.turned(found) == "protocol clean: undecided"
+    assert paper.turned({choices("mlp", "paper"): "supported"}) == "-"
+
+
+def test_another_network_keeps_the_order_or_not():
+    base = {("mnist_tau4", m): around(v) for m, v in {FEDAVG: 0.6, FO: 0.65, HF: 0.7}.items()}
+    same = {("mnist_tau4", m): around(v) for m, v in {FEDAVG: 0.8, FO: 0.85, HF: 0.9}.items()}
+    swapped = same | {("mnist_tau4", FO): around(0.95)}
+    assert paper.overall(list(paper.keeps_the_order(base, same))) == "supported"
+    parts = {p.text.partition(": ")[2]: p.verdict for p in paper.keeps_the_order(base, swapped)}
+    assert parts == {"FO - FedAvg": "supported", "HF - FedAvg": "supported", "HF - FO": "contradicted"}
+    tie = base | {("mnist_tau4", FO): seeds(0.5, 0.7, 0.6, 0.8, 0.4)}  # not separated from either: no order to keep
+    assert [p.text.partition(": ")[2] for p in paper.keeps_the_order(tie, swapped)] == ["HF - FedAvg"]
+
+
+def test_equal_gradients_take_fedavgs_place():
+    values = {("mnist_tau4", FEDAVG): around(0.6), ("mnist_tau4", EQUAL): around(0.9), ("mnist_tau4", HF): around(0.7)}
+    swapped = table1.against_equal(values)
+    assert swapped == {("mnist_tau4", FEDAVG): around(0.9), ("mnist_tau4", HF): around(0.7)}
+    assert paper.overall(list(claim("HF best").parts(swapped))) == "contradicted"
+
+
+# ---------------------------------------------------------------- rows and recalled values
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_rows_of_the_configuration_are_those_of_the_claims(name):
+    config, row = parse(compose([f"row={name}"], COMPOSER)), ROWS[name]
+    data = {"mnist": "MNIST", "cifar10": "CIFAR-10", "mnist5k": "digits"}[config.dataset.name]
+    assert (data, config.tau, config.alpha, config.partition.diff_hetero) == (row.data, row.tau, row.alpha, row.diff)
+    if row.recalled:  # section 5: n, K, tau and D stand in the text; r, alpha and beta are recalled
+        assert (config.n, config.rounds, config.batch, config.r, config.beta) == (50, 1000, 40, 0.2, 0.001)
+
+
+def test_the_networks_of_the_configuration_are_those_of_the_study():
+    assert set(NETWORKS) == set(table1.NETWORKS)
+    for words in table1.NETWORKS.values():
+        parse(compose(list(words), COMPOSER))
+
+
+def test_no_recalled_value_stands_without_its_label(tmp_path):
+    """In every table and report a line with one of the paper's numbers says "as recalled"."""
+    grid = table1.table_of(list(ROWS), {}, table1.Variant("mlp", "paper", table1.AS_CONFIGURED), {})
+    numbers = {f"{100 * mean:.2f}" for row in ROWS.values() for mean, _ in (row.recalled or {}).values()}
+    lines = [[cell.text for cell in row] for row in grid.rows]
+    shown = {number for number in numbers for line in lines if any(number in cell for cell in line)}
+    assert shown == numbers
+    assert all("as recalled" in line[0] for line in lines if any(number in cell for cell in line for number in numbers))
+    assert paper.RECALLED in grid.caption
+    below = list(table1.below_majority(list(ROWS), {}))
+    # Below 50 %: 40.49, 46.98 | 38.38, 34.04, 43.73 | 35.97, 25.32, 46.32; below 60 %: 58.59, 37.71
+    assert len(below) == 1 and paper.RECALLED in below[0]
+    found = set(re.findall(r"\d\d\.\d\d", below[0]))
+    assert found == {"40.49", "46.98", "38.38", "34.04", "43.73", "35.97", "25.32", "46.32", "58.59", "37.71"}
+
+
+# ---------------------------------------------------------------- curves and budgets
+
+
+def test_equal_budgets_are_read_between_two_evaluations():
+    found = {"round": np.array([0, 10, 20]), "accuracy": np.array([[0.0, 0.2], [0.5, 0.4], [0.7, 0.8]])}
+    assert compared.at(found, "round", 15) == pytest.approx([0.6, 0.6])
+    assert compared.at(found, "round", 99) == pytest.approx([0.7, 0.8])
+    mean, half = compared.band(found["accuracy"][:, :1])
+    assert mean.tolist() == [0.0, 0.5, 0.7] and np.isnan(half).all()
+
+
+def test_all_curves_of_figure_1_end_at_the_same_gradient_evaluations(tmp_path, monkeypatch):
+    words = ["experiment=fig1", "row=digits_tau4", *SMALL, "rounds=6", "eval_every=3", f"outputs={tmp_path}"]
+    drawn = []
+    monkeypatch.setattr("perfed.figures.lines", lambda frame, *_, **__: drawn.append(frame), raising=False)
+    assert cli.main(words) == 0
+    ends = {}
+    for folder in tmp_path.glob("*-synthetic-*"):
+        if (folder / "rounds.csv").is_file():
+            run = results.load(folder)
+            found = compared.curve(run)
+            ends[run.result["algo"]] = (int(found["round"][-1]), float(found["gradients"][-1]))
+            assert len(found["round"]) == 2 and np.isfinite(found["seconds"]).all()
+    # 6 rounds of HF: 3 users x 4 steps x 4 gradients = 48 a round
+    assert ends == {FEDAVG: (24, 288.0), FO: (12, 288.0), HF: (6, 288.0), "perfedavg": (6, 288.0)}
+    (folder,) = tmp_path.glob("fig1-*")
+    text = (folder / "report.md").read_text()
+    assert text.count("is ahead after the same") == 4 and "undecided" in text  # two seeds decide nothing
+    assert [set(frame["panel"]) for frame in drawn] == [{"seconds", "round", "gradients", "floats"}]
+
+
+def test_the_sweep_takes_multiples_of_the_measured_smoothness():
+    from perfed.prepare import prepare, smoothness
+
+    words = ["experiment=alpha_sweep", "row=digits_tau4", *SMALL]
+    size = smoothness(prepare(parse(compose([*words, "algo=fedavg"], COMPOSER))))
+    assert size > 0
+    assert [float(f"{m / size:.2g}") for m in alpha_sweep.MULTIPLES] == sorted(float(f"{m / size:.2g}") for m in alpha_sweep.MULTIPLES)
+
+
+def test_every_method_of_a_comparison_gets_the_same_number_of_trials():
+    assert {len(space.trials) for space in aruba.spaces_of().values()} == {6}
+    assert len(table1.table_space().trials) == 6
+
+
+# ---------------------------------------------------------------- whole studies
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["table1", "table1_quick", "aruba", "alpha_sweep"])
+def test_a_study_from_the_command_line(name, tmp_path, capsys):
+    rows = ["study.rows=[digits_tau4,digits_tau4_alpha10]"] if name.startswith("table1") else ["row=digits_tau4"]
+    networks = ["study.networks=[mlp,mlp_large]"] if name == "table1" else []
+    small = [w for w in SMALL if w != "model.hidden=[6]"]
+    words = [f"experiment={name}", *rows, *networks, *small, "rounds=2", "eval_every=2", f"outputs={tmp_path}"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "claim" in out and "undecided" in out
+    before = {p: p.stat().st_mtime_ns for p in Path(tmp_path).glob("*/users.csv")}
+    assert before and cli.main(words) == 0
+    assert before == {p: p.stat().st_mtime_ns for p in Path(tmp_path).glob("*/users.csv")}, "nothing is trained again"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["experiment=table1", "study.rows=[mnist_tau5]"], "study.rows=mnist_tau5: a list of rows among"),
+        (["experiment=table1", "study.networks=[resnet]"], "study.networks=resnet: must be one of mlp"),
+        (["experiment=table1", "study.protocols=[dirty]"], "study.protocols=dirty: must be one of clean"),
+        (["experiment=table1_quick", "study.methods=[fedavg]"], "study.methods"),
+        (["experiment=fig1", "algo=fedavg"], "algo=fedavg: study fig1 chooses the algorithms"),
+        (["experiment=aruba", "split.val=0"], "split.val=0"),
+        (["row=mnist_tau5"], "row=mnist_tau5: no such row"),
+    ],
+)
+def test_bad_words(words, message, tmp_path, capsys):
+    assert cli.main([*words, f"outputs={tmp_path}/out"]) == 1
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
