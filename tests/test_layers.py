@@ -50,6 +50,7 @@ ORDER = [
     ["studies.stability"],
     ["frontdoor"],
     ["studies.jobs"],
+    ["studies.tuning"],
     ["studies.all_methods"],
     ["studies.easgd_vs_admm"],
     ["studies.paper"],

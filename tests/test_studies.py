@@ -11,7 +11,7 @@ from perfed.algorithms import ALGORITHMS
 from perfed.config import parse
 from perfed.errors import UserError
 from perfed.frontdoor import Composer, compose
-from perfed.studies import all_methods
+from perfed.studies import all_methods, tuning
 from perfed.studies.jobs import Context, Done
 
 COMPOSER = Composer()
@@ -23,13 +23,13 @@ def context(*words: str) -> Context:
 
 
 def test_every_method_has_a_space_of_equally_many_trials():
-    assert set(all_methods.methods()) <= set(ALGORITHMS)
-    assert set(ALGORITHMS) - set(all_methods.methods()) == {"partial"}  # its presets stand for it
-    for method in all_methods.methods():
-        space = all_methods.space(method)
-        assert len(space.trials) == all_methods.TRIALS
+    assert set(tuning.methods()) <= set(ALGORITHMS)
+    assert set(ALGORITHMS) - set(tuning.methods()) == {"partial"}  # its presets stand for it
+    for method in tuning.methods():
+        space = tuning.space(method)
+        assert len(space.trials) == tuning.TRIALS
         for trial in (space.trials[0], space.trials[-1]):  # legal at both ends of every key
-            parse(compose([f"algo={method}", *space.fixed, *all_methods.words(trial)], COMPOSER))
+            parse(compose([f"algo={method}", *space.fixed, *tuning.words(trial)], COMPOSER))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_rounds_follow_from_the_budget(method, rounds):
 
 
 def test_edges_are_flagged():
-    space = all_methods.Space("x", (), {"beta": [0.1, 0.2, 0.3], "flag": [True, False], "two": [1, 2]})
+    space = tuning.Space("x", (), {"beta": [0.1, 0.2, 0.3], "flag": [True, False], "two": [1, 2]})
     assert space.edges({"beta": 0.1, "flag": True, "two": 1}) == ["beta"]
     assert space.edges({"beta": 0.2, "flag": True, "two": 2}) == []
 
@@ -55,7 +55,7 @@ def test_the_study_from_the_command_line(tmp_path, monkeypatch, capsys):
     words = ["experiment=all_methods", *SMALL, "study.methods=[fedavg,local]", "study.budget=20"]
     assert cli.main(words) == 0
     out = capsys.readouterr()
-    assert out.err.count("trial") == 2 * all_methods.TRIALS and "method 2 of 2" in out.err
+    assert out.err.count("trial") == 2 * tuning.TRIALS and "method 2 of 2" in out.err
     (folder,) = (tmp_path / "outputs").glob("all_methods-synthetic-*")
     table = pd.read_csv(folder / "methods.csv")
     assert set(table["method"]) == {"fedavg", "local", "majority class"}
@@ -107,9 +107,11 @@ def test_bad_words_of_a_study(words, message, tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_that_failed_is_named_and_the_others_stand():
-    chosen = {"a": ({"beta": 1}, 0.5), "b": None}
-    assert all_methods._why("b", chosen, {}) == "every trial failed or diverged"
-    assert all_methods._why("a", chosen, {"a": Done(None, 1.0, "n=5: too many")}) == "n=5: too many"
+    space = tuning.Space("x", (), {"beta": [1]})
+    well, ill = tuning.Trial({"beta": 1}, {1000: 0.5}, {}), tuning.Trial({"beta": 1}, {}, {1000: 3})
+    found = {"a": tuning.Tuned(space, [ill, well]), "b": tuning.Tuned(space, [ill])}
+    assert all_methods._why("b", found, {}) == "every trial failed or diverged"
+    assert all_methods._why("a", found, {"a": Done(None, 1.0, "n=5: too many")}) == "n=5: too many"
 
 
 def test_marks_compare_with_the_best_alone():

@@ -4,80 +4,27 @@
    product counts as two. What one round costs is counted on a dry run, and the number of rounds follows. What all users
    computed and sent together is in the table too: it differs, for example where every user trains in every round. With
    ``study.budget=null`` all methods get the same number of rounds instead.
-2. Trials. ``conf/tune/<method>.yaml`` names a grid, equally many points for each method (``TRIALS``). Each is trained on
-   ``study.tuning_seeds`` seeds that are not those of the report, and the highest accuracy on the validation data after the
-   last round is chosen (the first of equals). Test data are never looked at.
+2. Trials. ``conf/tune/<method>.yaml`` names a grid, equally many points for each method; see ``perfed.studies.tuning``.
 3. Report. The chosen values on the report's seeds, one table sorted by accuracy; what was chosen, with a flag at an edge of a grid.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from perfed import results, stats, tables
-from perfed.config import Config, conf_dir
+from perfed.config import Config
 from perfed.errors import require
 from perfed.identity import identity
 from perfed.studies.jobs import Context, Done, Job, run_all
+from perfed.studies.tuning import TRIALS, Space, Tuned, choices, methods, space, tuned
 
-TRIALS = 6
-TUNING_SEED = 1000
-"""Tuning uses the seeds from ``seed + TUNING_SEED`` on: not those of the report."""
 HVP_WEIGHT = 2
 """Gradient evaluations that a Hessian-vector product counts for: it is the gradient of a gradient."""
-
-
-@dataclass(frozen=True)
-class Space:
-    """One method's trials: words that always hold, and a grid of keys."""
-
-    method: str
-    fixed: tuple[str, ...]
-    grid: dict[str, list[Any]]
-
-    @property
-    def trials(self) -> list[dict[str, Any]]:
-        return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
-
-    def edges(self, chosen: Mapping[str, Any]) -> list[str]:
-        """Keys whose chosen value is the first or last of at least three ordered numbers."""
-        found = []
-        for key, values in self.grid.items():
-            numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
-            if len(numbers) == len(values) >= 3 and chosen[key] in (min(values), max(values)):
-                found.append(key)
-        return found
-
-
-def space(method: str) -> Space:
-    """The published space of a method."""
-    from omegaconf import OmegaConf
-
-    path = conf_dir() / "tune" / f"{method}.yaml"
-    require(path.is_file(), "study.methods", method, f"a method with a space: one of {', '.join(methods())}")
-    content = OmegaConf.to_container(OmegaConf.load(path))
-    found = Space(method, tuple(content.get("fixed") or ()), dict(content["grid"]))
-    assert len(found.trials) == TRIALS, f"{path}: {len(found.trials)} trials, not {TRIALS}"
-    return found
-
-
-def methods() -> list[str]:
-    """All methods with a space."""
-    return sorted(path.stem for path in (conf_dir() / "tune").glob("*.yaml"))
-
-
-def words(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """As typed on the command line."""
-
-    def text(value: Any) -> str:
-        return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-    return tuple(f"{key}={text(value)}" for key, value in values.items())
 
 
 def cost_of_a_round(config: Config) -> float:
@@ -110,21 +57,11 @@ def main(context: Context) -> int:
         return 0
     seeds = f"{TRIALS} trials each on {config.study.tuning_seeds} seed(s), then {config.seeds} seeds"
     print(f"perfed: {len(spaces)} methods, {seeds}; {context.processes} at once", flush=True)
-    common = {s.method: (f"algo={s.method}", *s.fixed, f"rounds={rounds[s.method]}") for s in spaces}
-    short = {m: f"rounds={max(1, round(config.study.tuning_share * count))}" for m, count in rounds.items()}
-    tuning = [f"seed={config.seed + TUNING_SEED}", f"seeds={config.study.tuning_seeds}", f"eval_every={10**6}", "pictures=false"]
-    jobs = [Job(_label(s.method, t), (*common[s.method], *words(t), *tuning, short[s.method])) for s in spaces for t in s.trials]
-    tried = run_all(jobs, context, "trial")
-    scores = {s.method: [(t, _validation(tried[_label(s.method, t)])) for t in s.trials] for s in spaces}
-    ended_well = {method: [pair for pair in pairs if pair[1] is not None] for method, pairs in scores.items()}
-    chosen = {method: max(pairs, key=lambda pair: pair[1], default=None) for method, pairs in ended_well.items()}
-    final = [Job(m, (*common[m], *words(chosen[m][0]))) for m in common if chosen[m] is not None]
+    common = {s.method: (f"algo={s.method}", f"rounds={rounds[s.method]}") for s in spaces}
+    found = tuned(context, common, {s.method: s for s in spaces})
+    final = [Job(m, (*common[m], *t.space.fixed, *t.words)) for m, t in found.items() if t.best is not None]
     ended = run_all(final, context, "method")
-    return _report(context, spaces, rounds, scores, chosen, ended)
-
-
-def _label(method: str, trial: Mapping[str, Any]) -> str:
-    return " ".join((method, *words(trial)))
+    return _report(context, spaces, rounds, found, ended)
 
 
 def _plan(spaces: list[Space], rounds: dict[str, int], config: Config) -> str:
@@ -133,39 +70,27 @@ def _plan(spaces: list[Space], rounds: dict[str, int], config: Config) -> str:
     return tables.plain(tables.grid(["method", "rounds", "grid"], rows, note))
 
 
-def _validation(done: Done) -> float | None:
-    """Mean validation accuracy of the primary cell after the last round; None for a run that failed or diverged."""
-    if done.folder is None or done.problem:
-        return None
-    run = results.load(done.folder)
-    if not run.complete or run.result["diverged"]:
-        return None
-    want, last = run.result["primary"], run.rounds[run.rounds["round"] == run.rounds["round"].max()]
-    mine = last[(last["model"] == want["model"]) & (last["steps"] == want["steps"]) & last["seen"]]
-    return float(mine["val_accuracy"].mean())
-
-
-def _report(context: Context, spaces: list[Space], rounds: dict[str, int], scores: Any, chosen: Any, ended: dict[str, Done]) -> int:
+def _report(context: Context, spaces: list[Space], rounds: dict[str, int], found: dict[str, Tuned], ended: dict[str, Done]) -> int:
     config = context.config
     runs = {m: results.load(done.folder) for m, done in ended.items() if done.folder is not None and done.problem is None}
     runs = {m: run for m, run in runs.items() if run.complete}
     missing = [s.method for s in spaces if s.method not in runs]
     table = method_table(runs, rounds)
-    choices = _choices(spaces, scores, chosen, config.study.tuning_share)
+    chosen = choices(found, config.study.tuning_share)
     folder = config.outputs_path / _name(config, spaces)
     text = (
-        f"# All methods on {config.dataset.name}\n\n{tables.markdown(table)}\n## What was chosen\n\n{tables.markdown(choices)}\n"
+        f"# All methods on {config.dataset.name}\n\n{tables.markdown(table)}\n## What was chosen\n\n{tables.markdown(chosen)}\n"
         + "## Runs\n\n"
         + "".join(f"- {m}: {run.folder.name}\n" for m, run in sorted(runs.items()))
-        + "".join(f"- {m}: no result ({_why(m, chosen, ended)})\n" for m in missing)
+        + "".join(f"- {m}: no result ({_why(m, found, ended)})\n" for m in missing)
     )
     folder.mkdir(parents=True, exist_ok=True)
     results.write_text(folder / "report.md", text)
     results.write_text(folder / "methods.csv", tables.to_csv(table))
-    results.write_text(folder / "choices.csv", tables.to_csv(choices))
-    print(f"\n{tables.plain(table)}\n{tables.plain(choices)}\nreport: {folder / 'report.md'}", flush=True)
+    results.write_text(folder / "choices.csv", tables.to_csv(chosen))
+    print(f"\n{tables.plain(table)}\n{tables.plain(chosen)}\nreport: {folder / 'report.md'}", flush=True)
     for m in missing:
-        print(f"perfed: {m}: no result ({_why(m, chosen, ended)})", flush=True)
+        print(f"perfed: {m}: no result ({_why(m, found, ended)})", flush=True)
     return 1 if missing else 0
 
 
@@ -175,8 +100,8 @@ def _name(config: Config, spaces: list[Space]) -> str:
     return f"all_methods-{config.dataset.name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
-def _why(method: str, chosen: Any, ended: dict[str, Done]) -> str:
-    if chosen[method] is None:
+def _why(method: str, found: Mapping[str, Tuned], ended: dict[str, Done]) -> str:
+    if found[method].best is None:
         return "every trial failed or diverged"
     return ended[method].problem or "the run did not end"
 
@@ -251,31 +176,3 @@ def _marks(per_seed: Mapping[str, Mapping[str, float]], means: Mapping[str, Any]
     others = [m for m in per_seed if m != best]
     adjusted = stats.holm([stats.paired(per_seed[best], per_seed[m]).p for m in others])
     return {best}, {m for m, p in zip(others, adjusted, strict=True) if p > 0.05}
-
-
-def _choices(spaces: list[Space], scores: Any, chosen: Any, share: float) -> tables.Grid:
-    rows = []
-    for s in spaces:
-        if chosen[s.method] is None:
-            rows.append([s.method, "none", "-", "-", "-"])
-            continue
-        trial, score = chosen[s.method]
-        known = [value for _, value in scores[s.method] if value is not None]
-        edges = s.edges(trial)
-        rows.append(
-            [
-                s.method,
-                ", ".join(words(trial)),
-                tables.percent(score),
-                f"{100 * min(known):.1f} to {100 * max(known):.1f} ({len(known)})",
-                ", ".join(edges) or "-",
-            ]
-        )
-    caption = (
-        f"The best of {TRIALS} trials for each method by accuracy on validation data (training data held out, other seeds than the "
-        f"table's{'' if share == 1 else f', {share:g} of its rounds'}). Range: over the trials that ended without diverging (how many). "
-        "At an edge: the chosen value is the smallest or largest of its grid, a better one may lie beyond."
-    )
-    return tables.grid(["method", "chosen", "validation %", "range % (trials)", "at an edge"], rows, caption)
-
-

@@ -58,8 +58,8 @@ class Done:
     problem: str | None = None
 
 
-def _work(words: tuple[str, ...]) -> Done:
-    """Train one configuration, in whatever process this is."""
+def _work(words: tuple[str, ...], alone: bool = False) -> Done:
+    """Train one configuration, in whatever process this is. ``alone``: a signal that ends the run ends the study too."""
     from perfed import results, train
     from perfed.frontdoor import compose
 
@@ -72,6 +72,8 @@ def _work(words: tuple[str, ...]) -> Done:
     except results.Held as error:
         return Done(None, time.perf_counter() - started, str(error))
     except train.Interrupted as error:
+        if alone:
+            raise
         return Done(None, time.perf_counter() - started, str(error))
     except Exception as error:  # the folder holds the traceback; the other runs go on
         return Done(folder, time.perf_counter() - started, f"{type(error).__name__}: {error}")
@@ -101,7 +103,7 @@ def run_all(jobs: Sequence[Job], context: Context, title: str) -> dict[str, Done
 
     if context.processes == 1 or len(jobs) == 1:
         for job in jobs:
-            tell(job.label, _work(words[job.label]))
+            tell(job.label, _work(words[job.label], alone=True))
         return done
     with ProcessPoolExecutor(min(context.processes, len(jobs)), multiprocessing.get_context("spawn")) as pool:
         try:
