@@ -40,6 +40,7 @@ ORDER = [
     ["stats"],
     ["tables"],
     ["figures"],
+    ["sensitivity"],
     ["report"],
     ["trackers"],
     ["progress"],
@@ -62,11 +63,12 @@ ORDER = [
     ["studies"],
     ["helppage"],
     ["cli"],
+    ["tune"],
     ["__main__", ""],
 ]
 RANK = {name: i for i, names in enumerate(ORDER) for name in names}
 HYDRA = {"cli", "frontdoor", "helppage", "__main__", "train"}
-NO_TORCH = {"stats", "tables", "figures", "errors", "config", "identity", "results", "report", "trackers"}
+NO_TORCH = {"stats", "tables", "figures", "sensitivity", "errors", "config", "identity", "results", "report", "trackers"}
 ALLOWED_AT_THE_TOP = {"pyproject.toml", "README.md", "perfed", "conf", "scripts", "tests", "outputs"}
 
 
