@@ -8,7 +8,6 @@ Claim: HF is ahead.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from perfed.config import Config, conf_dir
 from perfed.errors import require
 from perfed.results import Run
 from perfed.studies import paper
-from perfed.studies.all_methods import TUNING_SEED, Space, _validation, words
 from perfed.studies.compared import accuracies, band, curve, data_words, folder_of, listed, text_of, train_all
-from perfed.studies.jobs import Context, Job, run_all
+from perfed.studies.jobs import Context
 from perfed.studies.paper import FEDAVG, FO, HF, TITLES
+from perfed.studies.tuning import Space, Tuned, choices, read, tuned
 
 ARUBA = "aruba"
 NAMES = {**TITLES, ARUBA: "FedAvg + ARUBA"}
@@ -40,22 +39,18 @@ def main(context: Context) -> int:
         rows = [[NAMES[m], " ".join(text), "; ".join(f"{k} in {v}" for k, v in spaces[m].grid.items())] for m, text in base.items()]
         print(tables.plain(tables.grid(["method", "words", "grid"], rows, f"One pass over a user's data: {epoch} steps.")))
         return 0
-    chosen, problems = tune(context, base, spaces)
+    chosen = tuned(context, base, spaces)
+    problems = [f"{NAMES[m]}: every trial failed or diverged" for m, found in chosen.items() if found.best is None]
     jobs = {f"{NAMES[m]}, as configured": base[m] for m in METHODS if m != ARUBA}
-    jobs |= {f"{NAMES[m]}, tuned": (*base[m], *words(values)) for m, values in chosen.items()}
+    jobs |= {f"{NAMES[m]}, tuned": (*base[m], *found.words) for m, found in chosen.items() if found.best is not None}
     runs, missing = train_all(jobs, context)
-    report(folder_of("aruba", config, [spaces[m].grid for m in METHODS]), runs, [*problems, *missing], chosen, spaces, epoch, config)
+    report(folder_of("aruba", config, [spaces[m].grid for m in METHODS]), runs, [*problems, *missing], chosen, epoch, config)
     return 1 if missing or problems else 0
 
 
 def spaces_of() -> dict[str, Space]:
     """The published grids, equally many points for each method."""
-    from omegaconf import OmegaConf
-
-    content = OmegaConf.to_container(OmegaConf.load(conf_dir() / "tune" / "studies" / "aruba.yaml"))
-    found = {method: Space(method, (), dict(content["aruba" if method == ARUBA else "others"])) for method in METHODS}
-    assert len({len(space.trials) for space in found.values()}) == 1
-    return found
+    return read(conf_dir() / "tune" / "studies" / "aruba.yaml", METHODS)
 
 
 def one_pass(config: Config, context: Context) -> int:
@@ -67,37 +62,20 @@ def one_pass(config: Config, context: Context) -> int:
     return max(2, -(-largest // config.adapt_batch))
 
 
-def tune(context: Context, base: Mapping[str, tuple[str, ...]], spaces: Mapping[str, Space]) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """(method -> chosen values, a line for each method without any)."""
-    config = context.config
-    short = f"rounds={max(1, round(config.study.tuning_share * config.rounds))}"
-    tuning = (f"seed={config.seed + TUNING_SEED}", f"seeds={config.study.tuning_seeds}", f"eval_every={10**6}", "pictures=false", short)
-    jobs = {(m, json.dumps(t)): Job(" ".join((m, *words(t))), (*base[m], *tuning, *words(t))) for m in METHODS for t in spaces[m].trials}
-    tried = run_all(list(jobs.values()), context, "trial")
-    chosen, problems = {}, []
-    for m in METHODS:
-        scores = [(_validation(tried[jobs[m, json.dumps(t)].label]), t) for t in spaces[m].trials]
-        known = [pair for pair in scores if pair[0] is not None]
-        if known:
-            chosen[m] = max(known, key=lambda pair: pair[0])[1]
-        else:
-            problems.append(f"{NAMES[m]}: every trial failed or diverged")
-    return chosen, problems
-
-
 def report(
     folder: Path,
     runs: Mapping[str, Run],
     missing: list[str],
-    chosen: Mapping[str, Any],
-    spaces: Mapping[str, Space],
+    chosen: Mapping[str, Tuned],
     epoch: int,
     config: Config,
 ) -> None:
     """Write and print the table, the verdicts and the picture."""
-    table, verdict = table_of(runs, chosen, spaces, epoch, config), verdicts(runs, epoch)
+    table, verdict = table_of(runs, epoch, config), verdicts(runs, epoch)
     well = {label: run for label, run in runs.items() if not run.result["diverged"]}
+    picked = choices({NAMES[m]: found for m, found in chosen.items()}, config.study.tuning_share)
     text = ["# Per-FedAvg against FedAvg + ARUBA\n", tables.markdown(table), "## Verdict\n", tables.markdown(verdict)]
+    text += ["## What was chosen\n", tables.markdown(picked)]
     if well:
         first = next(iter(well.values()))
         what = f"{first.result['dataset']}, tau={first.result['tau']}; protocol {first.result['protocol']}"
@@ -105,7 +83,7 @@ def report(
         figures.lines(frame(well), folder / "fig1b.png", title, xlabels={"round": "rounds"}, majority=first.result["majority"])
         text.append("![accuracy against rounds](fig1b.png)\n")
     results.write_text(folder / "report.md", "\n".join([*text, listed(runs, missing)]))
-    print(f"\n{tables.plain(table)}\n{tables.plain(verdict)}")
+    print(f"\n{tables.plain(table)}\n{tables.plain(picked)}\n{tables.plain(verdict)}")
     for line in missing:
         print(f"perfed: {line}")
     print(f"report: {folder / 'report.md'}", flush=True)
@@ -123,24 +101,17 @@ def frame(runs: Mapping[str, Run]) -> Any:
     return pd.concat(rows, ignore_index=True)
 
 
-def table_of(runs: Mapping[str, Run], chosen: Mapping[str, Any], spaces: Mapping[str, Space], epoch: int, config: Config) -> tables.Grid:
+def table_of(runs: Mapping[str, Run], epoch: int, config: Config) -> tables.Grid:
     """A row per method and choice of steps."""
-    rows = []
-    for label, run in runs.items():
-        method = next(m for m in METHODS if label.startswith(f"{NAMES[m]},"))
-        values = chosen.get(method) if label.endswith(", tuned") else None
-        edges = spaces[method].edges(values) if values else []
-        text = ", ".join(words(values)) + (f" (at an edge: {', '.join(edges)})" if edges else "") if values else "-"
-        rows.append([label, *(text_of(run, steps) for steps in (0, 1, epoch)), text])
+    rows = [[label, *(text_of(run, steps) for steps in (0, 1, epoch))] for label, run in runs.items()]
     if "cifar10" in (config.dataset.name, "cifar10" if config.study.cifar else ""):
         recalled = {FO: paper.ROWS["cifar10_tau4"].recalled[FO], HF: paper.ROWS["cifar10_tau4"].recalled[HF], ARUBA: paper.RECALLED_ARUBA}
-        rows += [[f"paper's {NAMES[m]}, as recalled", "-", tables.accuracy_text(*value), "-", "-"] for m, value in recalled.items()]
+        rows += [[f"paper's {NAMES[m]}, as recalled", "-", tables.accuracy_text(*value), "-"] for m, value in recalled.items()]
     caption = (
-        f"{tables.sweep_caption(list(runs.values()), tuned=True)} One pass: {epoch} steps, all data of the user with the most. Tuned: the "
-        f"best of {len(spaces[ARUBA].trials)} trials for each method on validation data (seed {config.seed + TUNING_SEED}, "
-        f"{config.study.tuning_share:g} of the rounds). ARUBA adapts with its learned steps, the others with alpha={config.alpha:g}."
+        f"{tables.sweep_caption(list(runs.values()), tuned=True)} One pass: {epoch} steps, all data of the user with the most. "
+        f"ARUBA adapts with its learned steps, the others with alpha={config.alpha:g}."
     )
-    return tables.grid(["method", "before adaptation", "after 1 step", "after one pass", "chosen"], rows, caption)
+    return tables.grid(["method", "before adaptation", "after 1 step", "after one pass"], rows, caption)
 
 
 def verdicts(runs: Mapping[str, Run], epoch: int) -> tables.Grid:

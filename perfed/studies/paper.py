@@ -26,6 +26,8 @@ TITLES = {
 ALIKE = 0.04
 """FO and HF count as "almost similar" when the interval of their difference lies within so much: the paper calls 3.46 points so, as
 recalled."""
+HEADS = {FEDAVG: "FedAvg", FO: "FO", HF: "HF", EXACT: "exact", LOCAL: "local", EQUAL: "FedAvg x 4"}
+"""Short, for the columns of a table whose caption explains them."""
 RECALLED = "as recalled from the paper, unverified"
 
 
@@ -236,8 +238,8 @@ def turned(verdicts: Mapping[Choices, str]) -> str:
     are changed. ``verdicts``: choices -> verdict."""
     (base, first), *others = verdicts.items()
     found = []
-    for choices, verdict in others:
-        changed = [(name, new) for (name, new), (_, old) in zip(choices, base, strict=True) if new != old]
+    for made, verdict in others:
+        changed = [(name, new) for (name, new), (_, old) in zip(made, base, strict=True) if new != old]
         if len(changed) == 1 and verdict not in (first, "not run"):
             found.append(f"{changed[0][0]} {changed[0][1]}: {verdict}")
     return "; ".join(found) or "-"

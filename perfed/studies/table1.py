@@ -12,7 +12,7 @@ import hashlib
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from perfed.errors import nearest, require
 from perfed.identity import identity
 from perfed.results import Run
 from perfed.studies import paper
-from perfed.studies.all_methods import TUNING_SEED, Space, _validation, words
 from perfed.studies.compared import image_folder
 from perfed.studies.jobs import Context, Done, Job, run_all
-from perfed.studies.paper import EQUAL, EXACT, FEDAVG, FO, HF, LOCAL, ROWS, TITLES
+from perfed.studies.paper import EQUAL, EXACT, FEDAVG, FO, HEADS, HF, LOCAL, ROWS, TITLES
+from perfed.studies.tuning import Space, Tuned, choices, read, tuned
 
 HF_GRADIENTS = 4
 """Gradient evaluations of one step of HF; FedAvg takes so many times more steps for the column at equal gradients."""
@@ -37,6 +37,7 @@ NETWORKS = {
 }
 METHODS = (FEDAVG, FO, HF, EXACT, LOCAL, EQUAL)
 AS_CONFIGURED, TUNED = "steps as configured", "tuned steps"
+HELD_OUT = "split.val=0.2"
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def main(context: Context) -> int:
         for method in METHODS
     }
     if study.tuned:
-        require(context.config.split.val == 0, "split.val", context.config.split.val, "0: the tuned block holds out its own 20 %")
+        own = "0: the tuned block holds out its own 20 %, the other none (study.tuned=false)"
+        require(context.config.split.val == 0, "split.val", context.config.split.val, own)
     if context.config.plan:
         print(_plan(base, space, context))
         return 0
@@ -109,14 +111,11 @@ def main(context: Context) -> int:
     count = f"{len(base)} trainings" + (f", {len(base) * len(space.trials)} trials and {len(base)} tuned trainings" if study.tuned else "")
     print(f"perfed: Table 1: {len(rows)} rows, {count}; {context.processes} at once", flush=True)
     jobs = dict(base)
-    chosen: dict[Key, dict[str, Any] | None] = {}
+    chosen: dict[Key, Tuned] = {}
     if study.tuned:
         chosen = _tune(context, base, space)
-        jobs |= {
-            Key(key.row, key.network, TUNED, key.method): (*base[key], "split.val=0.2", *words(values))
-            for key, values in chosen.items()
-            if values is not None
-        }
+        well = {key: found.words for key, found in chosen.items() if found.best is not None}
+        jobs |= {Key(key.row, key.network, TUNED, key.method): (*base[key], HELD_OUT, *text) for key, text in well.items()}
     ended = run_all([Job(key.label, text) for key, text in jobs.items()], context, "run")
     folders = {key: ended[key.label].folder for key in jobs if ended[key.label].problem is None}
     runs = _judged(folders, study.protocols)
@@ -124,10 +123,8 @@ def main(context: Context) -> int:
 
 
 def table_space() -> Space:
-    from omegaconf import OmegaConf
-
-    content = OmegaConf.to_container(OmegaConf.load(conf_dir() / "tune" / "studies" / "table1.yaml"))
-    return Space("table1", (), dict(content["grid"]))
+    """The trials of the tuned block, the same for every method."""
+    return read(conf_dir() / "tune" / "studies" / "table1.yaml", ["table1"])["table1"]
 
 
 def _plan(base: Mapping[Key, tuple[str, ...]], space: Space, context: Context) -> str:
@@ -146,29 +143,11 @@ def _smoothness(context: Context, text: tuple[str, ...]) -> float:
     return smoothness(prepare(context.parsed(*text, "seeds=1", "plan=false")))
 
 
-def _tune(context: Context, base: Mapping[Key, tuple[str, ...]], space: Space) -> dict[Key, dict[str, Any] | None]:
-    """The values with the best validation accuracy for every training; None where all trials failed or diverged."""
-    config = context.config
-    tuning = (
-        "split.val=0.2",
-        f"seed={config.seed + TUNING_SEED}",
-        f"seeds={config.study.tuning_seeds}",
-        f"eval_every={10**6}",
-        "pictures=false",
-    )
-    jobs = {}
-    for key, text in base.items():
-        rounds = context.parsed(*text).rounds
-        short = f"rounds={max(1, round(config.study.tuning_share * rounds))}"
-        for trial in space.trials:
-            jobs[key, json.dumps(trial)] = Job(" ".join((key.label, *words(trial))), (*text, *tuning, short, *words(trial)))
-    tried = run_all(list(jobs.values()), context, "trial")
-    chosen: dict[Key, dict[str, Any] | None] = {}
-    for key in base:
-        scores = [(_validation(tried[jobs[key, json.dumps(trial)].label]), trial) for trial in space.trials]
-        known = [(score, trial) for score, trial in scores if score is not None]
-        chosen[key] = max(known, key=lambda pair: pair[0])[1] if known else None
-    return chosen
+def _tune(context: Context, base: Mapping[Key, tuple[str, ...]], space: Space) -> dict[Key, Tuned]:
+    """The trials of every training."""
+    holding = replace(context, config=context.parsed(HELD_OUT), words=(*context.words, HELD_OUT))
+    found = tuned(holding, {key.label: text for key, text in base.items()}, {key.label: space for key in base})
+    return {key: found[key.label] for key in base}
 
 
 def _judged(folders: Mapping[Key, Path | None], protocols: Sequence[str]) -> dict[tuple[Key, str], Run]:
@@ -216,7 +195,7 @@ def table_of(
         for i, (method, run) in enumerate(found.items()):
             if run is None:
                 cells.append("-")
-                notes.append(f"-: {TITLES[method]}, {ROWS[row].text}: no result.")
+                notes.append(f"-: {HEADS[method]}, {ROWS[row].text}: no result.")
             elif run.result["diverged"]:
                 cells.append(f"div {len(run.result['diverged'])}/{len(run.result['seeds'])}")
             else:
@@ -231,13 +210,13 @@ def table_of(
             lines.append(["  paper, as recalled", *old, "-", "-"])
     caption = tables.sweep_caption([run for run in mine.values()], tuned=variant.block == TUNED)
     caption += (
-        f" Network {variant.network}. local judges each user's own model, all others the global one after the protocol's adaptation. "
-        f"{TITLES[EQUAL]}: FedAvg with {HF_GRADIENTS} times the local steps, the gradient evaluations of HF. alpha L: the adaptation step "
+        f" Network {variant.network}. FO, HF, exact: Per-FedAvg. {HEADS[EQUAL]}: FedAvg with {HF_GRADIENTS} times the local steps, the "
+        "gradient evaluations of HF. local judges each user's own model, the others the global one after the protocol's adaptation. alpha L: the adaptation step "
         "times the largest Hessian eigenvalue of a user's loss at the initial model."
     )
     if any(ROWS[row].recalled for row in rows):
         caption += f" The paper's values are {paper.RECALLED}; what its ± counts is not stated."
-    return tables.grid(["row", *(TITLES[method] for method in METHODS), "majority class", "alpha L"], lines, caption, notes)
+    return tables.grid(["row", *(HEADS[method] for method in METHODS), "majority", "alpha L"], lines, caption, notes)
 
 
 def groups_of(rows: Sequence[str], runs: Mapping[tuple[Key, str], Run], variant: Variant) -> tables.Grid:
@@ -258,7 +237,7 @@ def groups_of(rows: Sequence[str], runs: Mapping[tuple[Key, str], Run], variant:
         "diff. hetero. one class, where 100 % is trivial), and the mean of the tenth of the users with the lowest accuracy, with its "
         "binomial floor."
     )
-    return tables.grid(["row: users", *(TITLES[m] for m in METHODS)], lines, caption)
+    return tables.grid(["row: users", *(HEADS[m] for m in METHODS)], lines, caption)
 
 
 def against_equal(values: paper.Values) -> dict[tuple[str, str], paper.Seeds]:
@@ -276,13 +255,13 @@ def verdicts(
     """
     short, whole, every = [], [], []
     for claim in paper.CLAIMS:
-        parts = {choices: list(claim.parts(values)) for choices, values in found.items()}
-        ends = {choices: paper.overall(p) for choices, p in parts.items()}
+        parts = {made: list(claim.parts(values)) for made, values in found.items()}
+        ends = {made: paper.overall(p) for made, p in parts.items()}
         short.append([claim.text, next(iter(ends.values())), paper.turned(ends)])
         whole.append([claim.text, *ends.values()])
-        for choices, listed in parts.items():
+        for made, listed in parts.items():
             for part in listed:
-                every.append([claim.name, _chosen(choices), part.text, paper.difference_text(part.difference), part.verdict])
+                every.append([claim.name, _chosen(made), part.text, paper.difference_text(part.difference), part.verdict])
     for name, (base, other) in networks.items():
         parts = list(paper.keeps_the_order(base, other))
         text = f"a more complex network keeps the order ({name} against mlp)"
@@ -301,8 +280,8 @@ def verdicts(
     )
 
 
-def _chosen(choices: paper.Choices) -> str:
-    return ", ".join(f"protocol {value}" if name == "protocol" else value for name, value in choices)
+def _chosen(made: paper.Choices) -> str:
+    return ", ".join(f"protocol {value}" if name == "protocol" else value for name, value in made)
 
 
 def below_majority(rows: Sequence[str], runs: Mapping[tuple[Key, str], Run]) -> Iterator[str]:
@@ -313,10 +292,10 @@ def below_majority(rows: Sequence[str], runs: Mapping[tuple[Key, str], Run]) -> 
             if Variant(key.network, protocol, key.block) == variant and not run.result["diverged"]:
                 mean = tables.primary(run.result)["mean"]
                 if mean < run.result["majority"]:
-                    low.append(f"{TITLES[key.method]} on {ROWS[key.row].text} ({tables.percent(mean)})")
+                    low.append(f"{HEADS[key.method]} on {ROWS[key.row].text} ({tables.percent(mean)})")
         yield f"{variant.text}: {'; '.join(low) or 'none'}."
     old = [
-        f"{TITLES[method]} on {ROWS[row].text} ({tables.percent(mean)})"
+        f"{HEADS[method]} on {ROWS[row].text} ({tables.percent(mean)})"
         for row in rows
         for method, (mean, _) in (ROWS[row].recalled or {}).items()
         if mean < paper.RECALLED_MAJORITY[ROWS[row].diff]
@@ -328,7 +307,7 @@ def below_majority(rows: Sequence[str], runs: Mapping[tuple[Key, str], Run]) -> 
 def _report(context: Context, rows: list[str], runs: Any, ended: Mapping[Key, Done], chosen: Any, smooth: Any) -> int:
     config = context.config
     missing = [f"{key.label}: {done.problem}" for key, done in ended.items() if done.problem is not None]
-    missing += [f"{key.label}: every trial failed or diverged" for key, values in chosen.items() if values is None]
+    missing += [f"{key.label}: every trial failed or diverged" for key, found in chosen.items() if found.best is None]
     variants = variants_of(runs)
     shown = {variant: table_of(rows, runs, variant, smooth) for variant in variants}
     folder = config.outputs_path / _name(config, rows)
@@ -347,7 +326,8 @@ def _report(context: Context, rows: list[str], runs: Any, ended: Mapping[Key, Do
     below = list(below_majority(rows, runs))
     parts += ["## Below the majority class\n", "".join(f"- {line}\n" for line in below)]
     if chosen:
-        parts += ["## What was chosen\n", tables.markdown(_choices(chosen, config))]
+        named = {f"{ROWS[key.row].text}; {key.network}: {TITLES[key.method]}": found for key, found in chosen.items()}
+        parts += ["## What was chosen\n", tables.markdown(choices(named, config.study.tuning_share))]
     parts += ["## Runs\n", "".join(f"- {key.label}: {done.folder.name}\n" for key, done in ended.items() if done.folder is not None)]
     parts += ["".join(f"- {line}\n" for line in missing)]
     results.write_text(folder / "report.md", "\n".join(parts))
@@ -370,20 +350,6 @@ def _values(config: Config, runs: Any, variants: Sequence[Variant]) -> tuple[dic
     first = Variant("mlp", config.study.protocols[0], AS_CONFIGURED)
     larger = [name for name in config.study.networks if name in ("mlp_large", "cnn") and "mlp" in config.study.networks]
     return found, {name: (values_of(runs, first), values_of(runs, Variant(name, first.protocol, first.block))) for name in larger}
-
-
-def _choices(chosen: Mapping[Key, dict[str, Any] | None], config: Config) -> tables.Grid:
-    space = table_space()
-    rows = []
-    for key, values in chosen.items():
-        edges, text = (space.edges(values), ", ".join(words(values))) if values else ([], "none")
-        rows.append([ROWS[key.row].text, key.network, TITLES[key.method], text, ", ".join(edges) or "-"])
-    caption = (
-        f"The best of {len(space.trials)} trials by accuracy on validation data (20 % of each user's training data; seed "
-        f"{config.seed + TUNING_SEED}, not a seed of the tables; {config.study.tuning_share:g} of the rounds). At an edge: a better value "
-        "may lie beyond the grid."
-    )
-    return tables.grid(["row", "network", "method", "chosen", "at an edge"], rows, caption)
 
 
 def _name(config: Config, rows: Sequence[str]) -> str:
