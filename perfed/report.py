@@ -34,7 +34,7 @@ def write_report(folder: Path | str, pictures: bool = True) -> list[str]:
         "## Result\n\n" + tables.markdown(tables.run_table(run.result)),
         "## Costs\n\n" + tables.markdown(costs_table(run.result)) + _hf_error(run),
         *_partition(run.result),
-        ("## Pictures\n\n" if pictures else "No pictures (pictures=false).\n")
+        ("## Pictures\n\nEach also as PDF, under the same name.\n\n" if pictures else "No pictures (pictures=false).\n")
         + "".join(f"![{alt}]({name})\n\n" for name, alt in drawn.items())
         + "".join(f"{line}\n" for line in problems),
         *_provenance(run),

@@ -285,6 +285,8 @@ def test_report_of_a_run(tmp_path):
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert pictures == ["learning_curve.png", "per_user.png", "adaptation.png", "partition.png"]
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+    assert all((folder / name).with_suffix(".pdf").read_bytes().startswith(b"%PDF") for name in pictures)
+    assert "## Pictures\n\nEach also as PDF, under the same name.\n" in text
     assert not list(folder.glob(".tmp*"))
 
 
@@ -303,33 +305,6 @@ def test_report_of_a_diverged_run(tmp_path, diverged):
     assert report.write_report(folder) == []
     assert f"div {len(diverged)}/3" in (folder / "report.md").read_text()
     assert (folder / "learning_curve.png").exists() == (len(diverged) < 3)
-
-
-MANY = """
-import sys
-from perfed import figures, results
-run = results.load(sys.argv[1])
-for i in range(int(sys.argv[3])):
-    figures.heat_map([[1, 2], [3, i]], ["a", "b"], ["0", "1"], sys.argv[2])
-figures.learning_curve(run.rounds, sys.argv[2], "title", majority=0.5)
-figures.per_user(run.users, sys.argv[2])
-assert "matplotlib.pyplot" not in sys.modules
-"""
-
-
-@pytest.mark.parametrize(
-    ("display", "count"),
-    [("localhost:64.0", 22), ("", 1), pytest.param("localhost:64.0", 100, marks=pytest.mark.slow)],
-    ids=["stale", "none", "stale-100"],
-)
-def test_pictures_without_a_display(tmp_path, display, count):
-    """matplotlib warns from the 21st open figure on."""
-    folder, path = fake_run(tmp_path / "a"), tmp_path / "many.png"
-    env = {**os.environ, "MPLBACKEND": "TkAgg", "DISPLAY": display}
-    command = [sys.executable, "-W", "error", "-c", MANY, folder, path, str(count)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_tables_need_no_torch():

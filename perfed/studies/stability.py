@@ -15,7 +15,7 @@ import numpy as np
 
 from perfed import figures as house
 from perfed import tables
-from perfed.results import atomic, write_text
+from perfed.results import write_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -309,8 +309,8 @@ def _best(points: int) -> Figure:
     axes = figure.subplots(2, len(WORKERS), sharex=True, sharey="row", squeeze=False)
     eta = np.geomspace(*ETA, points)
     for column, p in zip(axes.T, WORKERS, strict=True):
-        for method, (colour, dash, marker) in zip(METHODS, house.STYLES[:3:2], strict=True):
-            look = {"color": colour, "linestyle": dash, "marker": marker, "markersize": 4, "linewidth": 1.5, "label": method}
+        for k, method in enumerate(METHODS):
+            look = {**house.style(k), "label": method}
             radii, rho = best(method, eta, p)
             for ax, y in zip(column, ((1 - radii) / eta, rho), strict=True):
                 ax.plot(eta, y, markevery=(2 * (method == "ADMM"), 4), **look)
@@ -323,14 +323,6 @@ def _best(points: int) -> Figure:
     return figure
 
 
-def _write(figure: Figure, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    with atomic(path) as temporary:
-        dated = {"CreationDate": None} if path.suffix == ".pdf" else None
-        FigureCanvasAgg(figure).print_figure(str(temporary), format=path.suffix[1:], metadata=dated)
-
-
 def figures(folder: Path | str, points: int = 101) -> dict[str, str]:
     """Draw all pictures of the maps as PNG and PDF; the PNGs' names and what they show. ``points`` of eta and of rho per picture."""
     (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
@@ -338,45 +330,19 @@ def figures(folder: Path | str, points: int = 101) -> dict[str, str]:
     maps = [(f"radius_p{p}_{kind}", f"radius, p = {p}, {kind} axes", p, kind) for p in WORKERS for kind in ("logarithmic", "linear")]
     for name, text, *what in [*maps, ("best", "best radius over rho for every eta")]:
         figure = _heat(*what, points) if what else _best(max(5, points // 2))
-        for suffix in (".png", ".pdf"):
-            _write(figure, folder / (name + suffix))
+        house._save(figure, folder / f"{name}.png")
         drawn[name + ".png"] = text
     return drawn
 
 
 def curves(frame: DataFrame, path: Path | str) -> None:
-    """Training curves, a panel per setting and a line per algo with its 95 % band, in the format of the name's ending.
+    """Training curves, a panel per setting and a line per algo with its 95 % band, as ``figures.lines`` draws them.
 
     ``frame`` has the columns algo, setting, round, mean, half_width, the last two as fractions; a half_width of NaN draws no band. Means
     that are not finite are left out, which the panel's title says; ValueError where none is finite.
     """
-    frame = frame.sort_values("round", kind="stable")
-    good = np.isfinite(frame["mean"].to_numpy(dtype=np.float64))
-    if not good.any():
-        raise ValueError("no finite mean to draw")
-    settings, algos = list(dict.fromkeys(frame["setting"])), sorted(set(frame["algo"]), reverse=True)
-    columns = 2 if len(settings) == 4 else min(3, len(settings))
-    rows = math.ceil(len(settings) / columns)
-    figure = house._figure(max(5.2, 3.6 * columns), 0.8 + 2.9 * rows, "Accuracy of the global model in %, with 95 % bands")
-    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
-    for ax, setting in zip(axes, settings, strict=False):
-        title = [setting]
-        for k, algo in enumerate(algos):  # the colours of the other pictures
-            colour, dash, marker = house.STYLES[2 * k % len(house.STYLES)]
-            mine = (frame["setting"] == setting) & (frame["algo"] == algo)
-            x, mean, half = frame.loc[mine & good, ["round", "mean", "half_width"]].to_numpy(dtype=np.float64).T
-            title += [f"{algo}: not finite after round {x.max(initial=0):.0f}"] if (mine & ~good).any() else []
-            look = {"color": colour, "linestyle": dash, "marker": marker, "markersize": 4, "linewidth": 1.6, "label": algo}
-            ax.plot(x, 100 * mean, markevery=max(1, len(x) // 10), **look)
-            ax.fill_between(x, 100 * (mean - half), 100 * (mean + half), color=colour, alpha=0.15, linewidth=0)
-        ax.set_title("\n".join(title), fontsize=9)
-        ax.set_xlabel("round")
-        ax.xaxis.get_major_locator().set_params(integer=True)
-    for ax in axes[len(settings) :]:
-        ax.remove()
-    low, high = 100 * frame["mean"][good].min(), 100 * frame["mean"][good].max()
-    house._finish(figure, axes[: len(settings)], (1.08 * low - 0.08 * high - 1, 1.08 * high - 0.08 * low + 1))
-    _write(figure, Path(path))
+    frame = frame.rename(columns={"setting": "panel", "algo": "line", "round": "x"})
+    house.lines(frame, path, "Accuracy of the global model, with 95 % bands", xlabels=dict.fromkeys(frame["panel"], "round"))
 
 
 _curves = curves
@@ -386,7 +352,6 @@ def write_report(folder: Path | str, curves: DataFrame | None = None, points: in
     """Draw everything into ``folder`` and write its report.md; ``curves`` is what the function of that name draws."""
     drawn, report = figures(folder, points), Path(folder) / "report.md"
     if curves is not None:
-        _curves(curves, report.with_name("curves.pdf"))
         _curves(curves, report.with_name("curves.png"))
         drawn["curves.png"] = "training curves of both methods: the global model, not adapted"
     parts = [
