@@ -130,7 +130,7 @@ CASES = {
         [cell(m, j, 1.0, None, seen) for m in METHODS[:8] for seen in (True, False) for j in (0, 10)], p, LONG
     ),
 }  # fmt: skip
-FAST = ("lines-odd-names", "lines-many-diverged", "learning-1-seed", "users-unequal-groups", "spread-diverged", "map-long-names", "steps-many")
+FAST = {"lines-odd-names", "lines-many-diverged", "learning-1-seed", "users-unequal-groups", "spread-diverged", "map-long-names", "steps"}
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
