@@ -211,8 +211,8 @@ def table_of(
     caption = tables.sweep_caption([run for run in mine.values()], tuned=variant.block == TUNED)
     caption += (
         f" Network {variant.network}. FO, HF, exact: Per-FedAvg. {HEADS[EQUAL]}: FedAvg with {HF_GRADIENTS} times the local steps, the "
-        "gradient evaluations of HF. local judges each user's own model, the others the global one after the protocol's adaptation. alpha L: the adaptation step "
-        "times the largest Hessian eigenvalue of a user's loss at the initial model."
+        "gradient evaluations of HF. local judges each user's own model, the others the global one after the protocol's adaptation. "
+        "alpha L: the adaptation step times the largest Hessian eigenvalue of a user's loss at the initial model."
     )
     if any(ROWS[row].recalled for row in rows):
         caption += f" The paper's values are {paper.RECALLED}; what its ± counts is not stated."
