@@ -321,7 +321,7 @@ def distributions(frame: DataFrame, path: Path | str, title: str = "", *, majori
         note = [f"{len(good):,} points"] if len(counts) > 1 else []
         note += [f"{len(v) - len(good):,} not finite"] if len(v) > len(good) else []
         labels.append("\n".join([_wrapped(name, 2.2, 9, lines=2), *([f"({', '.join(note)})"] if note else [])]))
-    tall = np.array([max(0.45, 0.16 * (label.count("\n") + 1) + 0.08) for label in labels])
+    tall = np.array([max(0.6 if len(names) <= 8 else 0.45, 0.16 * (label.count("\n") + 1) + 0.08) for label in labels])
     figure = _figure(7.2, 1.1 + tall.sum(), title)
     ax = figure.subplots()
     floor = -np.cumsum(tall)  # the lower edge of each row, in inches

@@ -42,6 +42,8 @@ ORDER = [
     ["figures"],
     ["sensitivity"],
     ["report"],
+    ["htmlpage"],
+    ["webpage"],
     ["trackers"],
     ["progress"],
     ["summary"],
