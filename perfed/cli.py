@@ -15,26 +15,24 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
 from perfed.config import conf_dir, parse
 from perfed.errors import UserError
 from perfed.frontdoor import Cell, Command, Composer, FrontDoor, InJob, Refused, compose
+from perfed.sweep import Outcome, Sweep, at_once, guarded, launch
 
 __all__ = ["compose", "main"]
 
 DONE, FAILED, HELD = 0, 1, 75
 _PASSED_ON = ("hydra_help", "info", "shell_completion", "experimental_rerun")
-
-_codes: dict[Path, int] = {}
-"""Exit code of each job of this process by folder. A launcher that starts other processes leaves it empty."""
-
-_names: dict[Path, str] = {}
-"""How a job of a sweep is announced, by folder: ``3 of 8: tau=4``."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -86,7 +84,7 @@ def _main(argv: list[str]) -> int:
     command = door.command(args.multirun, flags)
     if any(cell.config.study.name for cell in command.cells):
         return _study(command, args)
-    return _jobs(command, args)
+    return _jobs(door, command, args)
 
 
 def version() -> str:
@@ -126,42 +124,91 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
 # ---------------------------------------------------------------- jobs
 
 
-def _jobs(command: Command, args: argparse.Namespace) -> int:
+def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
     from perfed import prepare
 
     cells = command.cells
+    sizes: dict[Path, prepare.Size] = {}
     for number, cell in enumerate(cells):
         try:
             if not _finished(cell):
-                prepare.prepare(cell.config)
+                sizes[cell.folder] = prepare.size(prepare.prepare(cell.config))
         except UserError as error:
             if len(cells) == 1:
                 raise
             raise InJob(error, number, len(cells), cell.overrides) from error
-    _names.clear()
+        except Exception:  # a fault of a plugin's code, not of the command: the job will meet it again, and keep its traceback
+            continue
+    names = _names(cells)
     if command.multirun:
-        same = set.intersection(*(set(cell.overrides) for cell in cells)) if len(cells) > 1 else set()
-        for number, cell in enumerate(cells):
-            _names[cell.folder] = f"{number + 1} of {len(cells)}: {' '.join(text for text in cell.overrides if text not in same)}"
-    if command.multirun:
-        print(f"perfed: {len(cells)} job{'s' * (len(cells) != 1)}", flush=True)
+        print(f"perfed: {len(cells)} job{'s' * (len(cells) != 1)}{_estimate(door, command, sizes)}", flush=True)
     if any(cell.config.plan for cell in cells):
-        for cell in cells:
+        for cell, name in zip(cells, names, strict=True):
             if command.multirun:
-                print(f"\nperfed: job {_names[cell.folder]}")
+                print(f"\nperfed: job {name}")
             print(prepare.plan(cell.config), flush=True)
         return DONE
-    _codes.clear()
-    code = DONE
+    if not command.multirun:
+        return _hydra(command.argv, args)
+    if door.cells_are_known:
+        return _sweep(door, command, names)
     try:
-        code = _hydra([*command.argv, *(["--multirun"] if command.multirun else [])], args)
+        return _hydra([*command.argv, "--multirun"], args)
     finally:
-        if command.multirun:
-            for root in {cell.folder.parent for cell in cells}:
-                (root / "multirun.yaml").unlink(missing_ok=True)  # of Hydra's sweeper
-            _closing_table(list(dict.fromkeys(cell.folder for cell in cells)))
-    codes = [code, *(_code(cell.folder) for cell in cells)]
-    return next((code for code in (FAILED, HELD) if code in codes), DONE)
+        (cells[0].folder.parent / "multirun.yaml").unlink(missing_ok=True)  # of Hydra's sweeper
+
+
+def _names(cells: Sequence[Cell]) -> list[str]:
+    """How each job of a sweep is announced: ``3 of 8: tau=4``, without the words that all jobs share."""
+    same = set.intersection(*(set(cell.overrides) for cell in cells)) if len(cells) > 1 else set()
+    words = [" ".join(text for text in cell.overrides if text not in same) for cell in cells]
+    return [f"{number} of {len(cells)}: {text}".rstrip(": ") for number, text in enumerate(words, 1)]
+
+
+def _estimate(door: FrontDoor, command: Command, sizes: Mapping[Path, Any]) -> str:
+    """``, 2 of them finished before; the others: about ...``: work and memory of the jobs that will run."""
+    from perfed.prepare import total
+
+    done = len({cell.folder for cell in command.cells} - set(sizes))
+    left = "the others" if done else "all of them"
+    text = f", {done} of them finished before" if done else ""
+    if not sizes or not door.cells_are_known:
+        return text
+    threads = max(cell.config.engine.threads for cell in command.cells)
+    return f"{text}; {left}: {total(list(sizes.values()), at_once(door.composer, command.words, threads))}"
+
+
+def _sweep(door: FrontDoor, command: Command, names: Sequence[str]) -> int:
+    """Run the jobs of a sweep that are missing, and close with a table of all."""
+    cells = list({cell.folder: cell for cell in command.cells}.values())
+    by_folder: dict[Path, str] = {}
+    for cell, name in zip(command.cells, names, strict=True):
+        if cell.folder in by_folder:
+            print(f"perfed: job {name}: the same run as job {by_folder[cell.folder].partition(':')[0]}", flush=True)
+        elif by_folder.setdefault(cell.folder, name) and _finished(cell):
+            print(f"perfed: job {name}\nfinished before: {cell.folder}", flush=True)
+    missing = [cell for cell in cells if not _finished(cell)]
+    shared = Sweep.of(by_folder, cells[0].folder.parent, [cell.config.device for cell in missing])
+    outcomes: dict[Path, Outcome] = {}
+
+    def job(cfg: DictConfig) -> Outcome:  # pickled by value, with what it knows, where it runs in another process
+        return _job(cfg, shared, outcomes)
+
+    trouble = False
+    try:
+        if missing:
+            threads = max(cell.config.engine.threads for cell in missing)
+            for cell, outcome in launch(door.composer, command.words, missing, shared, job, threads):
+                outcomes[cell.folder] = outcome
+    except Exception as error:
+        trouble = True
+        _complain(f"the launcher stopped: {type(error).__name__}: {error}", FAILED)
+    finally:
+        why = (shared.halted or {}).get("why", "")
+        shared.stop.unlink(missing_ok=True)
+        _closing_table(cells, {folder: outcome.reason for folder, outcome in outcomes.items()}, why)
+    codes = [_code(cell, outcomes.get(cell.folder)) for cell in cells]
+    return FAILED if trouble else next((code for code in (FAILED, HELD) if code in codes), DONE)
 
 
 def _study(command: Command, args: argparse.Namespace) -> int:
@@ -186,74 +233,140 @@ def _finished(cell: Cell) -> bool:
     check_identity(cell.folder, cell.hash)
     if cell.config.plan or cell.config.force:
         return False
-    return (read_status(cell.folder) or {}).get("status") in ("DONE", "DIVERGED")
+    return (read_status(cell.folder) or {}).get("status") in ("DONE", "DIVERGED") and (cell.folder / "result.json").is_file()
 
 
-def _code(folder: Path) -> int:
-    """From this process, else from what the job left in its folder."""
+def _code(cell: Cell, outcome: Outcome | None) -> int:
+    """What the job said, else what it left in its folder. A run that another process held may have ended meanwhile."""
+    if outcome is None or outcome.code == HELD:
+        done = _status(cell) in ("DONE", "DIVERGED")
+        return DONE if done else FAILED if outcome is None else HELD
+    return outcome.code if outcome.code in (DONE, FAILED) else FAILED
+
+
+def _status(cell: Cell) -> str | None:
     from perfed.results import read_status
 
-    if folder in _codes:
-        return _codes[folder]
-    return DONE if (read_status(folder) or {}).get("status") in ("DONE", "DIVERGED") else FAILED
+    return (read_status(cell.folder) or {}).get("status")
 
 
-def _closing_table(folders: Sequence[Path]) -> None:
-    from perfed import results, tables
+def _closing_table(cells: Sequence[Cell], reasons: Mapping[Path, str], why: str = "") -> None:
+    """One table over all jobs, one for each protocol where there are several.
 
-    runs = []
-    for folder in folders:
+    reasons: by folder, of jobs that left none there. why: no other job was started.
+    """
+    from perfed import prepare, results, tables
+
+    groups: dict[str, list[results.Run]] = {}
+    for cell in cells:
+        missing = {"status": "not run", "error": reasons.get(cell.folder) or why}
+        run = results.Run(cell.folder, missing, {}, None)
         with suppress(UserError):
-            runs.append(results.load(folder))
-    if runs:
+            run = results.load(cell.folder)
+        if run.status["status"] == "RUNNING":
+            run = replace(run, status={"status": "held by another process"})
+        elif not run.complete and (reason := reasons.get(cell.folder)):
+            run = replace(run, status={"error": reason, **run.status})
+        run = replace(run, config=run.config or cell.config.as_dict())
+        groups.setdefault(prepare.resolve(cell.config, cell.config.algo).label, []).append(run)
+    for runs in groups.values():
         print(f"\n{tables.plain(tables.sweep_table(runs))}", flush=True)
 
 
 def _hydra(argv: Sequence[str], args: argparse.Namespace) -> int:
-    """Let Hydra act on ``argv``; its exit code."""
+    """Let Hydra act on ``argv``; its exit code, and that of the job."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
 
-    decorated = hydra.main(config_path=str(conf_dir()), config_name=args.config_name or "config", version_base="1.3")(_job)
+    codes: list[int] = []
+
+    def job(cfg: DictConfig) -> None:
+        codes.append(_job(cfg).code)
+
+    decorated = hydra.main(config_path=str(conf_dir()), config_name=args.config_name or "config", version_base="1.3")(job)
     before, sys.argv = sys.argv, ["perfed", *argv]
     GlobalHydra.instance().clear()
     try:
         decorated()
     except SystemExit as end:
-        return DONE if not end.code else FAILED
+        codes.append(FAILED if end.code else DONE)
     finally:
         sys.argv = before
-    return DONE
+    return next((code for code in (FAILED, HELD) if code in codes), DONE)
 
 
-def _job(cfg: DictConfig) -> None:
-    """One job, as Hydra calls it: never raises but for signals, so the other jobs of a sweep go on."""
+def _job(cfg: DictConfig, sweep: Sweep | None = None, outcomes: dict[Path, Outcome] | None = None) -> Outcome:
+    """One job, as Hydra calls it, in whatever process. Raises nothing but signals, and those only in the launching process.
+
+    sweep: None for a run alone. outcomes: gets the outcome too, for a sweep that is broken off in this process.
+    """
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
-    from perfed import results, train
+    from perfed.isolation import isolated
 
-    job = HydraConfig.get()
-    folder = Path(job.runtime.output_dir)
-    alone = job.mode != RunMode.MULTIRUN
-    if not alone:
-        name = _names.get(folder) or f"{job.job.num + 1}: {' '.join(job.overrides.task)}"
-        print(f"perfed: job {name}", flush=True)
-    code = FAILED
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    outcome = Outcome(FAILED)
     try:
-        result = train.run(parse(cfg), folder)
-        print(f"{result.status}: {result.folder}" + (f"\n\n{result.table}" if alone else ""), flush=True)
-        code = DONE
-    except UserError as error:
-        _complain(str(error), FAILED)
-    except results.Held as error:
-        code = _complain(str(error), HELD)
-    except Exception as error:
-        _complain(f"{folder.name}: failed with {type(error).__name__}: {error}; the traceback is in {folder / 'status.json'}", FAILED)
+        if sweep is not None and (halted := sweep.halted) is not None:
+            outcome = Outcome(FAILED, halted["why"])
+        elif sweep is None or sweep.inline:
+            with isolated():
+                outcome = _attempt(cfg, folder, sweep)
+        else:
+            with guarded(sweep), isolated():
+                outcome = _attempt(cfg, folder, sweep)
+    except KeyboardInterrupt as error:
+        if sweep is None or sweep.inline:
+            raise
+        outcome = Outcome(128 + getattr(error, "number", signal.SIGINT))
     finally:
-        _codes[folder] = code
+        if outcomes is not None:
+            outcomes[folder] = outcome
         with suppress(OSError):
             folder.rmdir()  # only where nothing was written
+    return outcome
+
+
+def _attempt(cfg: DictConfig, folder: Path, sweep: Sweep | None) -> Outcome:
+    """Run the job and say how it ended. Of several jobs that run at once each line bears the job's name, and progress stays in the logs."""
+    from perfed import results, train
+
+    alone, together = sweep is None, sweep is not None and not sweep.inline
+    label = "" if alone else f"job {sweep.names.get(folder, folder.name)}"
+    prefix = f"perfed: {label}: " if together else ""
+    if not alone:
+        print(f"perfed: {label}" + ": begins" * together, flush=True)
+    config = None
+    try:
+        config = parse(cfg)
+        result = train.run(config, folder, quiet=together)
+        print(f"{prefix}{result.status}: {result.folder}" + (f"\n\n{result.table}" if alone else ""), flush=True)
+        return Outcome(DONE)
+    except results.Held as error:
+        return Outcome(_complain(f"{label}: {error}" if together else str(error), HELD), "held by another process")
+    except UserError as error:
+        _complain(f"{label}: {error}" if together else str(error), FAILED)
+        outcome = Outcome(FAILED, str(error))
+    except (Exception, SystemExit) as error:  # SystemExit: a user's own code that ends the process
+        said, who = f"{type(error).__name__}: {error}", f"{label}: " if together else ""
+        _complain(f"{who}{folder.name}: failed with {said}; the traceback is in {folder / 'status.json'}", FAILED)
+        _keep(folder, traceback.format_exc())
+        outcome = Outcome(FAILED, said)
+    if sweep is not None and config is not None and config.fail_fast:
+        sweep.halt(f"fail_fast=true, and {label} failed")
+    return outcome
+
+
+def _keep(folder: Path, text: str) -> None:
+    """The traceback of a job that failed before its run had its folder (``train.run`` keeps that of one which failed later)."""
+    from perfed import results
+
+    last = text.rstrip().splitlines()[-1]
+    if str((results.read_status(folder) or {}).get("traceback", "")).rstrip().endswith(last):
+        return
+    with suppress(results.Held, UserError), results.Claim(folder), results.open_log(folder) as log:
+        log.write(text)
+        results.write_status(folder, "FAILED", traceback=text)
 
 
 @contextmanager

@@ -173,12 +173,13 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Cell:
-    """One job: its overrides, its configuration, its folder and the full hash of its identity."""
+    """One job: its overrides, its configuration, its folder, the full hash of its identity, and its overrides as Hydra takes them."""
 
     overrides: tuple[str, ...]
     config: Config
     folder: Path
     hash: str
+    argv: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,11 @@ class Command:
     cells: tuple[Cell, ...]
     multirun: bool
     argv: tuple[str, ...]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """``argv`` without flags."""
+        return tuple(word for word in self.argv if not word.startswith("--"))
 
 
 class FrontDoor:
@@ -299,6 +305,11 @@ class FrontDoor:
 
     # ---- cells
 
+    @property
+    def cells_are_known(self) -> bool:
+        """Hydra's own sweeper makes them; others choose while they run."""
+        return str(self.base.hydra.sweeper.get("_target_", "")).endswith(".BasicSweeper")
+
     def command(self, multirun: bool, flags: Sequence[str] = ()) -> Command:
         """Every cell, composed and parsed. Raises UserError."""
         multirun = multirun or str(self.base.hydra.mode).rpartition(".")[2] == "MULTIRUN"
@@ -322,8 +333,7 @@ class FrontDoor:
         """The cells of Hydra's own sweeper: hydra.sweeper.params of an experiment, then the command line."""
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-        sweeper = str(self.base.hydra.sweeper.get("_target_", ""))
-        if not sweeper.endswith(".BasicSweeper"):  # a plugin chooses its cells while it runs; each job checks its own
+        if not self.cells_are_known:  # a plugin chooses its cells while it runs; each job checks its own
             return [tuple(o.input_line for o in task if not o.is_sweep_override())]
         given = [self._read(f"{key}={value}") for key, value in (self.base.hydra.sweeper.params or {}).items()]
         for override in given:
@@ -348,7 +358,7 @@ class FrontDoor:
             if count == 1:
                 raise
             raise InJob(error, number, count, texts) from error
-        return Cell(tuple(texts), config, folder, who.hash)
+        return Cell(tuple(texts), config, folder, who.hash, tuple(map(self._forced, texts)))
 
     def _composed(self, texts: Sequence[str]) -> DictConfig:
         read = [self._read(text) for text in texts]

@@ -146,10 +146,11 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(old)
 
 
-def run(config: Config, folder: Path | str | None = None) -> Result:
+def run(config: Config, folder: Path | str | None = None, quiet: bool = False) -> Result:
     """Run an experiment, or show the stored one when ``folder`` already holds it.
 
-    folder: default ``outputs/<readable>-<hash12>``. Raises UserError before anything is written when the configuration
+    folder: default ``outputs/<readable>-<hash12>``. quiet: one of several runs on a terminal; progress goes to the log alone,
+    unless progress=lines was asked for. Raises UserError before anything is written when the configuration
     does not fit; results.Held when another process holds the folder. An interrupted run keeps its state and its numbers, and
     goes on from there when it is started again.
     """
@@ -170,7 +171,7 @@ def run(config: Config, folder: Path | str | None = None) -> Result:
                 if config.force:
                     for stale in folder.glob("eval-*"):
                         shutil.rmtree(stale)
-                result = _run(prepared, folder, log, signals, started)
+                result = _run(prepared, folder, log, signals, started, quiet)
             except UserError:
                 raise
             except Exception:
@@ -190,7 +191,7 @@ def _finished(folder: Path) -> Result | None:
     return Result(folder, "finished before", tables.plain(tables.run_table(stored.result))) if stored.complete else None
 
 
-def _run(prepared: Prepared, folder: Path, log: TextIO, signals: _Signals, started: float) -> Result:
+def _run(prepared: Prepared, folder: Path, log: TextIO, signals: _Signals, started: float, quiet: bool) -> Result:
     if prepared.decision.compiled and (problem := compiler_works(prepared.decision.device.type)):
         notes = (*prepared.decision.notes, f"warning: not compiled: {problem}")
         prepared = replace(prepared, decision=replace(prepared.decision, compiled=False, notes=notes))
@@ -200,7 +201,8 @@ def _run(prepared: Prepared, folder: Path, log: TextIO, signals: _Signals, start
     for seed, partition in zip(config.seed_values, prepared.partitions, strict=True):
         partition.save(folder / f"partition-seed{seed}.npz")
     results.write_json(folder / "provenance.json", provenance(prepared))
-    progress = Progress(config.rounds, config.progress, log, prepared.decision.notes)
+    mode = "off" if quiet and config.progress != "lines" else config.progress
+    progress = Progress(config.rounds, mode, log, prepared.decision.notes)
     fed = federation(prepared)
     rows: list[dict[str, Any]] = []
     clock = {"prepare": time.perf_counter() - started, "compile": 0.0, "train": 0.0, "evaluate": 0.0}

@@ -267,7 +267,7 @@ def test_a_run_and_the_same_again(capsys, folder):
 def test_a_sweep(capsys, folder):
     assert main([*TINY, "-m", "algo=fedavg,local"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("perfed: 2 jobs\n") and "job 2 of 2: algo=local\n" in out
+    assert out.startswith("perfed: 2 jobs; all of them: ") and "job 2 of 2: algo=local\n" in out
     assert "HYDRA" not in out + err and "hydra.cc" not in out + err
     table = out[out.index("\nsetting") :]
     assert "fedavg" in table and "local" in table
@@ -297,13 +297,13 @@ def test_plan_starts_nothing(capsys, folder):
 def jobs(monkeypatch, behave):
     """Replace the run itself; ``behave(config, folder)`` raises or returns a status."""
 
-    def run(config, folder):
+    def run(config, folder, quiet):
         status = behave(config, folder)
         results.write_status(folder, status, identity=identity(config).hash)
         return train.Result(folder, status, "a table")
 
     monkeypatch.setattr(train, "run", run)
-    monkeypatch.setattr(cli, "_closing_table", lambda folders: print(f"closing table of {len(folders)}"))
+    monkeypatch.setattr(cli, "_closing_table", lambda cells, *_: print(f"closing table of {len(cells)}"))
 
 
 @pytest.mark.parametrize(

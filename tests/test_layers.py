@@ -51,7 +51,9 @@ ORDER = [
     ["train"],
     ["rescore"],
     ["studies.stability"],
+    ["isolation"],
     ["frontdoor"],
+    ["sweep"],
     ["studies.jobs"],
     ["studies.tuning"],
     ["studies.all_methods"],
@@ -69,7 +71,7 @@ ORDER = [
     ["__main__", ""],
 ]
 RANK = {name: i for i, names in enumerate(ORDER) for name in names}
-HYDRA = {"cli", "frontdoor", "helppage", "__main__", "train"}
+HYDRA = {"cli", "frontdoor", "helppage", "__main__", "train", "sweep"}
 NO_TORCH = {"stats", "tables", "figures", "sensitivity", "errors", "config", "identity", "results", "report", "trackers"}
 ALLOWED_AT_THE_TOP = {"pyproject.toml", "README.md", "perfed", "conf", "scripts", "tests", "outputs"}
 
