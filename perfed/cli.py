@@ -255,7 +255,7 @@ def _closing_table(cells: Sequence[Cell], reasons: Mapping[Path, str], why: str 
 
     reasons: by folder, of jobs that left none there. why: no other job was started.
     """
-    from perfed import prepare, results, tables
+    from perfed import compare, prepare, results, tables
 
     groups: dict[str, list[results.Run]] = {}
     for cell in cells:
@@ -270,7 +270,7 @@ def _closing_table(cells: Sequence[Cell], reasons: Mapping[Path, str], why: str 
         run = replace(run, config=run.config or cell.config.as_dict())
         groups.setdefault(prepare.resolve(cell.config, cell.config.algo).label, []).append(run)
     for runs in groups.values():
-        print(f"\n{tables.plain(tables.sweep_table(runs))}", flush=True)
+        print(f"\n{tables.plain(compare.sweep_table(runs))}", flush=True)
 
 
 def _hydra(argv: Sequence[str], args: argparse.Namespace) -> int:

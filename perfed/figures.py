@@ -413,3 +413,50 @@ def adaptation_curve(cells: Sequence[Mapping[str, Any]], path: Path | str, title
     ax.xaxis.get_major_locator().set_params(integer=True)
     _finish(figure, ax)
     _save(figure, path)
+
+
+def user_scatter(panels: Mapping[str, Sequence[Mapping[str, Any]]], path: Path | str, title: str = "", *, baseline: str = "local") -> Path:
+    """Users of each method against the same users under ``baseline``, one panel a method; also as PDF beside the PNG, which is returned.
+
+    ``panels``: name -> points with x (accuracy under the baseline), y (with the method), as fractions, and the user's ``group``. Points
+    above the diagonal gain. A mark's area is the number of users at that point, since accuracies on few test data coincide. Raises
+    ValueError without a point.
+    """
+    if not any(panels.values()):
+        raise ValueError("no user to draw")
+    groups = list(dict.fromkeys(point["group"] for points in panels.values() for point in points))
+    groups = groups if len(groups) <= len(STYLES) else []
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = _figure(max(4.6, 3.3 * columns), 0.9 + 3.2 * rows, title)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    seen = [100 * point[side] for points in panels.values() for point in points for side in ("x", "y")]
+    pad = max(1.0, 0.06 * (max(seen) - min(seen)))
+    bounds = (max(min(seen) - pad, -2.0), min(max(seen) + pad, 102.0))
+    for ax, (name, points) in zip(axes, panels.items(), strict=False):
+        ax.plot(bounds, bounds, color="black", linestyle=(0, (1, 2)), linewidth=1.2, label="equal", zorder=1)
+        for k, group in enumerate(groups or [None]):
+            counts: dict[tuple[float, float], int] = {}
+            for point in points:
+                if group is None or point["group"] == group:
+                    at = (100 * point["x"], 100 * point["y"])
+                    counts[at] = counts.get(at, 0) + 1
+            if counts:
+                x, y = zip(*counts, strict=True)
+                look = {"color": STYLES[k][0], "marker": STYLES[k][2], "alpha": 0.45, "linewidths": 0, "zorder": 2 + k}
+                ax.scatter(x, y, s=[22 * count for count in counts.values()], label=group if len(groups) > 1 else None, **look)
+        above, below = (100 * sum(sign * (p["y"] - p["x"]) > 0 for p in points) / len(points) for sign in (1, -1))
+        ax.set_title("\n".join([*textwrap.wrap(name, 40), f"{above:.0f} % above, {below:.0f} % below"]), fontsize=9)
+        ax.set(xlim=bounds, ylim=bounds, aspect="equal")
+        ax.set_xlabel(f"accuracy with {baseline}, %", fontsize=9)
+    for ax in axes[::columns]:
+        ax.set_ylabel("accuracy with the method, %", fontsize=9)
+    for ax in axes[len(panels) :]:
+        ax.remove()
+    _finish(figure, axes[: len(panels)], bounds)
+    from matplotlib.backends.backend_pdf import FigureCanvasPdf
+
+    _save(figure, path)
+    with atomic(Path(path).with_suffix(".pdf")) as temporary:
+        FigureCanvasPdf(figure).print_pdf(str(temporary), metadata={"CreationDate": None})
+    return Path(path)

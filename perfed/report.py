@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from perfed import figures, results, tables
-from perfed.errors import UserError, require, show
+from perfed import compare, figures, folders, measures, power, results, tables, views
+from perfed.errors import UserError, nearest, require, show
+from perfed.folders import find
+from perfed.pivot import Pivot, arrange
 from perfed.results import Run
+
+__all__ = ["find", "main", "write_report"]
 
 COSTS = {
     "grad_evals": "gradient evaluations", "hvps": "Hessian-vector products", "losses": "loss evaluations",
     "full_passes": "passes over all of a user's data", "floats_down": "floats down", "floats_up": "floats up",
 }  # fmt: skip
-FORMATS = {"plain": tables.plain, "markdown": tables.markdown, "csv": tables.to_csv}
 
 
 def write_report(folder: Path | str, pictures: bool = True) -> list[str]:
@@ -129,17 +133,28 @@ def _provenance(run: Run) -> list[str]:
     return ["## Made with\n\n" + "".join(f"- {key}: {show(value)}\n" for key, value in tables.flat(results.read_json(path) or {}).items())]
 
 
-def find(paths: Sequence[Path | str]) -> list[Run]:
-    """The runs in the given folders; a folder of run folders stands for all of them, by name. None twice. Raises UserError for a folder
-    that is neither."""
-    found: dict[Path, Run] = {}
-    for path in map(lambda text: Path(text).expanduser(), paths):
-        inside = [path] if (path / "status.json").is_file() or not path.is_dir() else sorted(p.parent for p in path.glob("*/status.json"))
-        require(bool(inside), "run", path, "no run folder: it holds no status.json, nor does a folder in it")
-        for folder in inside:
-            if folder.resolve() not in found:
-                found[folder.resolve()] = results.load(folder)
-    return list(found.values())
+# ---------------------------------------------------------------- the command
+
+HELP = """\
+Print one table over run folders: rows = settings, columns = algorithms, cells = accuracy ± 95 % interval over seeds.
+Options can be written as words: rows=tau is --rows tau."""
+EXAMPLES = """\
+A KEY is a key of the configuration, with a dot in a group: tau, algo, partition.concentration, algo.lam.
+
+Examples:
+  perfed-report outputs/mnist
+      every run in the folder: one row for each setting, one column for each algorithm
+  perfed-report outputs/mnist rows=tau,alpha reference=local margin=1 format=latex > table.tex
+      paired differences to local training, what is equivalent to it within one point, for a paper
+  perfed-report outputs/mnist why=tau=4,fedavg
+      the seeds and run folders behind one number
+"""
+FORMATS: dict[str, Callable[[tables.Grid], str]] = {
+    "plain": tables.plain, "markdown": tables.markdown, "latex": tables.latex, "csv": tables.to_csv,
+}  # fmt: skip
+SWITCHES = ("users", "list", "yes")
+MODES = ("why", "power", "target", "users", "list", "prune")
+SHAPING = ("rows", "columns", "cell", "model", "steps", "reference", "margin", "scatter")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -147,18 +162,155 @@ class _Parser(argparse.ArgumentParser):
         raise UserError("report", " ".join(sys.argv[1:]), f"{message}; see --help")
 
 
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(prog="perfed-report", description=HELP, epilog=EXAMPLES, formatter_class=raw, allow_abbrev=False)
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="a run folder, or a folder that holds run folders")
+    add("--format", default="plain", metavar="|".join(FORMATS), help="default: plain; latex needs the package booktabs")
+    add("--where", metavar="KEY=VALUE,...", help="only the runs with these values")
+    add("--rows", metavar="KEYS", help="one column for each key; default: the keys that tell the runs apart")
+    add("--columns", default="algo", metavar="KEYS", help="default: algo")
+    names = ", ".join([*measures.MEASURES, "group:NAME", "helped, hurt (than local; helped:fedavg, hurt:fedavg)"])
+    add("--cell", default="accuracy", metavar="NAME", help=f"default: accuracy; one of {names}".replace("%", "%%"))
+    add("--model", metavar="NAME", help="which judged model; default: each run's primary one")
+    add("--steps", metavar="J", help="after how many adaptation steps; default: each run's primary number")
+    add("--reference", metavar="NAME", help="a column: a second line shows the paired differences to it, tested by Holm's method")
+    add("--margin", metavar="POINTS", help="mark what is equivalent within it to the reference, else to the best (TOST)")
+    add("--why", metavar="ROW,COLUMN", help="the seeds and run folders behind a number; ROW as tau=4, or #1 for the first")
+    add("--power", metavar="HALFWIDTH", help="how many seeds a half-width needs, and the variance by source where the runs tell")
+    add("--target", metavar="PERCENT", help="rounds, gradient evaluations and seconds to an accuracy")
+    add("--users", action="store_true", help="share of users better and worse off than with local and with fedavg; the worst 10 %%")
+    add("--scatter", metavar="FILE", help="draw every user against himself under local, as FILE.png and FILE.pdf")
+    add("--list", action="store_true", help="the run folders: status, setting, seeds, rounds, accuracy, size, age")
+    add("--prune", metavar="STATUS,...", help="name the run folders of a status (FAILED, INTERRUPTED, ...) and what they take; see --yes")
+    add("--yes", action="store_true", help="with --prune: remove them")
+    return parser
+
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; a word ``rows=tau`` counts as ``--rows=tau``, unless a folder has that name. Raises UserError."""
+    parser = _parser()
+    known = [action.dest for action in parser._actions if action.option_strings and action.dest != "help"]
+    given: list[str] = []
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if not equals or word.startswith("-") or "/" in key or Path(word).exists():
+            given.append(word)
+            continue
+        require(key in known, key, value, f"no such option{nearest(key, known)}; see --help")
+        if key not in SWITCHES:
+            given.append(f"--{key}={value}")
+            continue
+        require(value.lower() in ("true", "false"), key, value, "true or false")
+        given += [f"--{key}"] if value.lower() == "true" else []
+    options = parser.parse_intermixed_args(given)
+    require(options.format in FORMATS, "format", options.format, f"one of {', '.join(FORMATS)}{nearest(options.format, FORMATS)}")
+    modes = [mode for mode in MODES if getattr(options, mode) not in (None, False)]
+    for first, second in zip(modes, modes[1:], strict=False):
+        raise UserError(second, getattr(options, second), f"not together with {first}")
+    for mode in modes:
+        allowed = {"why": ("rows", "columns", "cell", "model", "steps"), "list": (), "prune": ()}.get(mode, SHAPING[:5] + ("scatter",))
+        allowed += ("reference",) if mode == "power" else ()
+        other = next((key for key in SHAPING if key not in allowed and getattr(options, key) != parser.get_default(key)), None)
+        require(other is None, other or "", getattr(options, other or "rows"), f"says nothing with {mode}")
+    require(options.prune is not None or not options.yes, "yes", "true", "goes with prune")
+    options.steps = _number("steps", options.steps, int, "a whole number")
+    for key in ("margin", "power", "target"):
+        setattr(options, key, _number(key, getattr(options, key), float, "a number"))
+    return options
+
+
+def _number(key: str, text: str | None, kind: Callable[[str], Any], what: str) -> Any:
+    try:
+        value = None if text is None else kind(text)
+    except ValueError:
+        raise UserError(key, text, what) from None
+    require(value is None or value == value and abs(value) != float("inf"), key, text, what)
+    return value
+
+
+def _words(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code: 0, or 1 after one line on stderr."""
-    parser = _Parser(prog="perfed.report", description="Print one table over run folders: rows = settings, columns = algorithms.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or a folder that holds run folders")
-    parser.add_argument("--format", choices=FORMATS, default="plain", help="default: %(default)s")
+    argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        options = parser.parse_args(argv)
-        print(FORMATS[options.format](tables.sweep_table(find(options.runs))), end="")
+        options = _options(argv)
+        passed: list[str] = []
+        grids = _prune(options, passed) if options.prune else _grids(options, passed)
+        write = FORMATS[options.format]
+        print("\n".join(write(table) for table in grids), end="", flush=True)
+        for line in passed + ([note for table in grids for note in table.notes] if options.format == "csv" else []):
+            print(f"perfed: {line}", file=sys.stderr)
+        if options.scatter:
+            print(f"perfed: {_scatter(options)}", file=sys.stderr)
     except UserError as error:
         print(f"perfed: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `perfed-report ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
+
+
+def _runs(options: argparse.Namespace, passed: list[str]) -> list[Run]:
+    runs = folders.find(options.runs, passed)
+    return folders.chosen(runs, options.where) if options.where else runs
+
+
+def _arranged(options: argparse.Namespace, passed: list[str], ignore: Sequence[str] = ()) -> Pivot:
+    return arrange(_runs(options, passed), _words(options.rows), _words(options.columns) or (), ignore)
+
+
+def _grids(options: argparse.Namespace, passed: list[str]) -> list[tables.Grid]:
+    judged = {"model": options.model, "steps": options.steps}
+    if options.list:
+        runs = folders.whole(options.runs, passed)
+        return [folders.listing(folders.chosen(runs, options.where) if options.where else runs)]
+    pivot = _arranged(options, passed, tuple(tables.CHANCE) if options.power is not None else ())
+    if options.why is not None:
+        return [compare.why(pivot, options.why, options.cell, **judged)]
+    if options.power is not None:
+        needed = power.needed_table(pivot, options.power, options.cell, **judged, reference=options.reference)
+        return [needed, power.variance_table(pivot, options.cell, **judged)]
+    if options.target is not None:
+        return [views.target_table(pivot, options.target, **judged)]
+    if options.users:
+        return [views.users_table(pivot, **judged)]
+    return [compare.table(pivot, options.cell, **judged, reference=options.reference, margin=options.margin)]
+
+
+def _scatter(options: argparse.Namespace) -> str:
+    """Draw the picture, after the numbers are out; what was drawn."""
+    path = Path(options.scatter).expanduser()
+    path = path.with_suffix(".png") if path.suffix in (".png", ".pdf") else path.with_name(path.name + ".png")
+    pivot = _arranged(options, [])
+    panels = views.scatter(pivot, model=options.model, steps=options.steps)
+    result = pivot.runs[0].result
+    title = f"Users against themselves under local training; {result['dataset']}, {result['partition']}, protocol {result['protocol']}"
+    try:
+        figures.user_scatter(panels, path, title)
+    except OSError as error:
+        raise UserError("scatter", options.scatter, f"cannot be written: {error.strerror}") from None
+    return f"{path} and {path.with_suffix('.pdf').name}: {len(panels)} method{'s' if len(panels) > 1 else ''} against local"
+
+
+def _prune(options: argparse.Namespace, passed: list[str]) -> list[tables.Grid]:
+    wanted = folders.statuses(options.prune)
+    require(options.where is None, "where", options.where, "says nothing with prune: give the folders")
+    done = folders.prune(folders.run_folders(options.runs, passed), wanted, options.yes)
+    passed += [f"{folder} stays: {why}" for folder, why in done.kept]
+    verb = "removed" if options.yes else "would be removed"
+    total = folders.bytes_text(sum(size for _, size in done.removed))
+    end = f"{len(done.removed)} run{'s' if len(done.removed) != 1 else ''} {verb}, {total}."
+    rows = [[str(folder), verb, folders.bytes_text(size)] for folder, size in done.removed]
+    hint = "" if options.yes or not rows else " Nothing is gone yet: add --yes."
+    return [tables.grid(["folder", "what", "size"], rows, end + hint, labels=2)]
 
 
 if __name__ == "__main__":

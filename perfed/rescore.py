@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfed import results, tables
+from perfed import compare, results, tables
 from perfed.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for folder, run in zip(folders, done, strict=True):
             print(f"{folder.name}: {run.folder}\n\n{tables.plain(tables.run_table(run.result))}")
         if len(done) > 1:
-            print(tables.plain(tables.sweep_table(done)))
+            print(tables.plain(compare.sweep_table(done)))
         return 0
     except UserError as error:
         print(f"perfed-eval: {error}", file=sys.stderr)

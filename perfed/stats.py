@@ -1,4 +1,4 @@
-"""Means, Student-t intervals, paired tests and the worst users; nothing else.
+"""Means, Student-t intervals, paired tests, how many seeds an interval needs, and the worst users; nothing else.
 
 The unit of every interval is the seed: users are averaged first, within a seed. scipy is imported inside functions, and only
 its small ``special`` part.
@@ -12,6 +12,9 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 import numpy as np
+
+CLAIMED_FROM = 5
+"""Common seeds below which no cell is marked and no claim decided."""
 
 
 class Paired(NamedTuple):
@@ -65,6 +68,69 @@ def paired(a: Mapping[Any, float], b: Mapping[Any, float], level: float = 0.95) 
     else:
         p = float(2 * stdtr(len(common) - 1, -abs(mean) / error))
     return Paired(len(common), mean, half_width, p)
+
+
+def tost(difference: Paired, margin: float) -> float | None:
+    """p value of two one-sided t tests (Schuirmann 1987): how likely the data are if the true difference is ``margin`` or more, either way.
+
+    With d the difference and e its standard error it is P(T < -(margin - |d|) / e), T of n - 1 degrees of freedom. It is at most 0.05 where
+    the 90 % interval of the difference lies within ±margin. None below two seeds. Raises ValueError unless margin > 0.
+    """
+    if not margin > 0:
+        raise ValueError(f"a margin is > 0, got {margin}")
+    if difference.half_width is None:
+        return None
+    from scipy.special import stdtr
+
+    room = margin - abs(difference.difference)
+    error = difference.half_width / t_quantile(0.975, difference.n - 1)
+    if error == 0:
+        return 0.0 if room > 0 else 1.0
+    return float(stdtr(difference.n - 1, -room / error))
+
+
+def verdict(difference: Paired, direction: str = ">") -> str:
+    """``supported``, ``contradicted`` or ``undecided``: the claim "a > b" (or "a < b") by the 95 % interval of the paired difference a - b.
+
+    Supported where the whole interval is on the claimed side of 0, contradicted where it is on the other; undecided where it holds 0, and
+    below CLAIMED_FROM common seeds.
+    """
+    if direction not in (">", "<"):
+        raise ValueError(f"direction is '>' or '<', got {direction!r}")
+    if difference.n < CLAIMED_FROM or difference.half_width is None:
+        return "undecided"
+    toward = difference.difference if direction == ">" else -difference.difference
+    if toward - difference.half_width > 0:
+        return "supported"
+    return "contradicted" if toward + difference.half_width < 0 else "undecided"
+
+
+def seeds_needed(spread: float, half_width: float, level: float = 0.95) -> int:
+    """The smallest S >= 2 with t(S-1, (1+level)/2) spread / sqrt(S) <= half_width; the left side falls as S grows.
+
+    ``spread`` is the standard deviation over seeds, in the unit of ``half_width``. Raises ValueError unless half_width > 0 and spread >= 0.
+    """
+    if not (half_width > 0 and 0 <= spread < math.inf):
+        raise ValueError(f"a half-width > 0 and a finite spread >= 0, got {half_width} and {spread}")
+
+    def enough(count: int) -> bool:
+        return t_quantile(0.5 + level / 2, count - 1) * spread / math.sqrt(count) <= half_width
+
+    few, many = 1, 2
+    while not enough(many):
+        few, many = many, 2 * many
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if enough(middle) else (middle, many)
+    return many
+
+
+def spread_interval(spread: float, df: float, level: float = 0.95) -> tuple[float, float]:
+    """Where the true standard deviation lies if ``spread`` was estimated with ``df`` degrees of freedom from normal values: chi-square."""
+    from scipy.special import chdtri
+
+    tail = (1 - level) / 2
+    return spread * math.sqrt(df / float(chdtri(df, tail))), spread * math.sqrt(df / float(chdtri(df, 1 - tail)))
 
 
 def holm(p: Sequence[float]) -> list[float]:

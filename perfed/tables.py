@@ -1,27 +1,30 @@
-"""Runs -> a grid of cells -> plain text, Markdown or CSV.
+"""A grid of cells -> plain text, Markdown, LaTeX or CSV; the table of one run and what captions say.
 
-``run_table`` is the final table of one run, ``sweep_table`` the table over several (rows = settings, columns = algorithms). Both return a
-:class:`Grid`, which the writers ``plain``, ``markdown`` and ``to_csv`` render; another format is one more function of a Grid.
+``run_table`` is the final table of one run (tables over several are made in ``perfed.pivot``). Like every table it is a :class:`Grid`,
+which the writers ``plain``, ``markdown``, ``latex`` and ``to_csv`` render; another format is one more function of a Grid.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any, NamedTuple
 
 from perfed import stats
-from perfed.errors import require, show
 from perfed.results import Run
 
-MARKED_FROM = 5
+MARKED_FROM = stats.CLAIMED_FROM
 """Common seeds below which no cell is marked."""
 GROUP_COLUMNS = 6
 """More user groups than this have no column each."""
+
+
+CHANCE = {"partition_seed": "partition", "init_seed": "initial model", "sampling_seed": "user sampling and batches"}
+"""What a seed redraws, by the key that fixes it for all seeds."""
 
 
 class Cell(NamedTuple):
@@ -32,49 +35,108 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """``rows`` hold one Cell per column; the first column is the row's name. ``notes`` are lines below the caption."""
+    """``rows`` hold one Cell per column; the first ``labels`` columns name the row. ``notes`` are lines below the caption. What follows a
+    line break in a column's name explains it."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     caption: str = ""
     notes: tuple[str, ...] = ()
+    labels: int = 1
 
 
-def grid(columns: Sequence[str], rows: Sequence[Sequence[str | Cell]], caption: str = "", notes: Sequence[str] = ()) -> Grid:
+def grid(
+    columns: Sequence[str], rows: Sequence[Sequence[str | Cell]], caption: str = "", notes: Sequence[str] = (), labels: int = 1
+) -> Grid:
     """A Grid from plain strings and Cells. Every row has one entry per column."""
     assert all(len(row) == len(columns) for row in rows)
     cells = tuple(tuple(item if isinstance(item, Cell) else Cell(item) for item in row) for row in rows)
-    return Grid(tuple(columns), cells, caption, tuple(notes))
+    return Grid(tuple(columns), cells, caption, tuple(notes), labels)
 
 
 def plain(table: Grid) -> str:
     """Aligned columns for a terminal; a bold cell has a star before it."""
-    lines = [list(table.columns), *([f"{'*' if c.bold else ''}{c.text}{c.mark}" for c in row] for row in table.rows)]
+    heads = [_lines(name) for name in table.columns]
+    depth = max(map(len, heads))
+    lines = [[(head + [""] * depth)[i] for head in heads] for i in range(depth)]
+    lines += [[f"{'*' if c.bold else ''}{c.text}{c.mark}" for c in row] for row in table.rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
-    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
-    text.insert(1, "  ".join("-" * width for width in widths))
+    sides = [str.ljust] * table.labels + [str.rjust] * (len(widths) - table.labels)
+    text = ["  ".join(side(item, width) for side, item, width in zip(sides, line, widths, strict=True)).rstrip() for line in lines]
+    text.insert(depth, "  ".join("-" * width for width in widths))
     return "\n".join([*text, *(textwrap.fill(line, 110) for line in _below(table))]) + "\n"
 
 
 def markdown(table: Grid) -> str:
-    """A pipe table, then the caption and the notes."""
+    """A pipe table, then the caption and the notes. In cells, what Markdown would read as its own is escaped."""
 
     def line(items: Sequence[str]) -> str:
-        return "| " + " | ".join(" ".join(item.replace("|", "\\|").split()) for item in items) + " |"
+        return "| " + " | ".join(items) + " |"
 
-    text = [line(table.columns), "| --- |" + " ---: |" * (len(table.columns) - 1)]
-    text += [line([f"**{c.text}**{c.mark}" if c.bold else c.text + c.mark for c in row]) for row in table.rows]
-    below = _below(table)
+    def cell(c: Cell) -> str:
+        text = _MARKDOWN.sub(r"\\\g<0>", " ".join(c.text.split()))
+        return f"**{text}**{c.mark}" if c.bold else text + c.mark
+
+    text = [line(["<br>".join(cell(Cell(part)) for part in name.split("\n")) for name in table.columns])]
+    text.append("|" + " --- |" * table.labels + " ---: |" * (len(table.columns) - table.labels))
+    text += [line([cell(c) for c in row]) for row in table.rows]
+    below = [line.replace(STAR, "") for line in _below(table)]
     return "\n".join(text) + "\n" + ("\n" + "\n\n".join(below) + "\n" if below else "")
+
+
+_MARKDOWN = re.compile(r"[\\|`*~<$]|(?<![^\W_])_|_(?![^\W_])|&(?=#?\w+;)|\[(?=[^\]]*\]\()")
+"""A backslash, a bar, code, emphasis (an underscore inside a word is none), a tag, an entity, a link."""
+
+
+def latex(table: Grid) -> str:
+    """A table environment with the rules of booktabs, the one package it needs; the caption holds the notes too."""
+    below = " ".join(map(escaped, _below(table))).replace(r"\textquotesingle{}", "'").replace(STAR, "")
+    lines = [r"\begin{table}", r"\centering", *([rf"\caption{{{below}}}"] if below else [])]
+    lines += [rf"\begin{{tabular}}{{{'l' * table.labels}{'r' * (len(table.columns) - table.labels)}}}", r"\toprule"]
+    lines += [" & ".join(map(_latex_head, table.columns)) + r" \\", r"\midrule"]
+    for row in table.rows:
+        texts = [rf"\textbf{{{escaped(c.text)}}}" if c.bold else escaped(c.text) for c in row]
+        lines.append(" & ".join(text + escaped(c.mark) for text, c in zip(texts, row, strict=True)) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
+
+
+def _latex_head(name: str) -> str:
+    parts = r" \\ ".join(map(escaped, _lines(name)))
+    return rf"\shortstack[r]{{{parts}}}" if len(_lines(name)) > 1 else parts
+
+
+def escaped(text: str) -> str:
+    """Text as LaTeX prints it, in one line."""
+    text = "".join(_LATEX.get(letter, letter) for letter in " ".join(text.split()))
+    return re.sub(r"(?<![\w}])-(?=\d)", "$-$", text)
+
+
+_LATEX = {
+    **{letter: "\\" + letter for letter in "_%&#${}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "<": "$<$", ">": "$>$", "|": "$|$", "'": r"\textquotesingle{}", "`": r"\textasciigrave{}",
+    "[": "{[}", "]": "{]}", "±": r"$\pm$", "†": r"$^\dagger$", "≈": r"$^\approx$", "≤": r"$\le$", "≥": r"$\ge$",
+}  # fmt: skip
 
 
 def to_csv(table: Grid) -> str:
     """Header and rows, without caption and bold; quoted only where needed."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(table.columns)
+    writer.writerow(one_line(name) for name in table.columns)
     writer.writerows([c.text + c.mark for c in row] for row in table.rows)
     return out.getvalue()
+
+
+def _lines(name: str) -> list[str]:
+    """A column's name, and below it what explains it, in lines of 24 letters."""
+    first, _, rest = name.partition("\n")
+    return [first, *textwrap.wrap(rest, 24)]
+
+
+def one_line(name: str) -> str:
+    """A column's name with what explains it in brackets."""
+    first, more, rest = name.partition("\n")
+    return f"{first} ({' '.join(rest.split())})" if more else first
 
 
 def _below(table: Grid) -> list[str]:
@@ -154,9 +216,8 @@ def _protocol(result: Mapping[str, Any]) -> str:
 
 def _redraws(result: Mapping[str, Any]) -> str:
     """What differs between seeds. A ``partition_seed``, ``init_seed`` or ``sampling_seed`` that is set is the same for all."""
-    parts = {"partition_seed": "partition", "init_seed": "initial model", "sampling_seed": "user sampling and batches"}
-    fixed = [text for key, text in parts.items() if result.get(key) is not None]
-    free = [text for key, text in parts.items() if result.get(key) is None]
+    fixed = [text for key, text in CHANCE.items() if result.get(key) is not None]
+    free = [text for key, text in CHANCE.items() if result.get(key) is None]
     drawn = (", ".join(free) if "sampling" in free[-1] else " and ".join(free)) if free else "nothing"
     return f"a seed redraws {drawn}; the pool of images{''.join(', the ' + text for text in fixed)} is fixed"
 
@@ -167,133 +228,44 @@ def primary(result: Mapping[str, Any]) -> Mapping[str, Any]:
     return next(c for c in result["cells"] if c["seen"] and (c["model"], c["steps"]) == (want["model"], want["steps"]))
 
 
-def sweep_table(runs: Sequence[Run]) -> Grid:
-    """Rows = the settings in which the runs differ, columns = algorithms, cells = mean ± half-width of the primary cells; in the order
-    of ``runs``.
+def sweep_caption(
+    runs: Sequence[Run],
+    stated: str = "",
+    tuned: bool = False,
+    *,
+    what: str = "Accuracy in percent",
+    unit: str = "of the unweighted mean over users",
+    seeds: Sequence[int] = (),
+    marks: str | None = None,
+) -> str:
+    """What the cells are: interval, protocol, what a seed redraws, and whether the steps were chosen (``tuned``: on validation data).
 
-    Runs that differ in seeds alone share a cell, where no seed counts twice. With at least MARKED_FROM seeds common to a row, the highest
-    mean is bold and † marks what a paired t test does not separate from it (Holm over all pairs of the row, level 0.05). Raises UserError
-    for no run, and for runs of different protocols.
+    ``seeds``: how many each cell has, default: each run. ``unit`` "": there is no interval. ``marks``: a sentence, default: bold and †.
     """
-    require(bool(runs), "run", "", "at least one run folder")
-    labels = list(dict.fromkeys(run.result["protocol"] for run in runs if run.complete))
-    require(len(labels) < 2, "protocol", ", ".join(labels), "one table holds runs of one protocol; make one table for each")
-    keys = _setting_keys([flat(run.config) for run in runs])
-    table: dict[str, dict[str, list[Run]]] = {}
-    for run in runs:
-        table.setdefault(_setting(run, keys), {}).setdefault(_algorithm(run), []).append(run)
-    algorithms = list(dict.fromkeys(_algorithm(run) for run in runs))
-    reasons: list[str] = []
-    rows = [_sweep_row(name, [row.get(algorithm, []) for algorithm in algorithms], algorithms, reasons) for name, row in table.items()]
-    stated = [_stated([run for row in table.values() for run in row.get(name, []) if run.complete]) for name in algorithms]
-    same = len({text for text in stated if text}) < 2
-    heads = [name if same or not text else f"{name} ({text})" for name, text in zip(algorithms, stated, strict=True)]
-    done = [run for run in runs if run.complete]
-    return grid(["setting", *heads, "majority class"], rows, sweep_caption(done, next(filter(None, stated), "") if same else ""), reasons)
-
-
-def _sweep_row(name: str, cells: list[list[Run]], algorithms: list[str], reasons: list[str]) -> list[str | Cell]:
-    """The row's cells; what has no number gets a line in ``reasons``."""
-    texts: list[str] = []
-    values: dict[int, dict[str, float]] = {}
-    majority: float | None = None
-    for i, runs in enumerate(cells):
-        done = sorted((run for run in runs if run.complete), key=lambda run: -len(run.result["seeds"]))
-        text, reason = "-", "no run"
-        if done:
-            per_seed, diverged = _seeds(done)
-            majority = done[0].result.get("majority") if majority is None else majority
-            text = f"div {len(diverged)}/{len(per_seed)}"
-            reason = ", ".join(f"seed {seed} diverged at round {k}" for seed, k in diverged.items())
-            if not diverged:
-                values[i] = per_seed
-                text, reason = accuracy_text(*stats.interval(list(per_seed.values()))), ""
-        elif runs:
-            status = runs[0].status
-            text = "FAILED" if status["status"] == "FAILED" else "-"
-            reason = f"{status['status']}{_cause(status)} ({runs[0].folder.name})"
-        texts.append(text)
-        if reason:
-            reasons.append(f"{text}: {algorithms[i]}, {name}: {reason}.")
-    bold, dagger = _marks(values)
-    return [name, *(Cell(text, i in bold, "†" if i in dagger else "") for i, text in enumerate(texts)), percent(majority)]
-
-
-def _seeds(runs: list[Run]) -> tuple[dict[str, float], dict[str, int]]:
-    """Primary accuracy by seed (None where it diverged) and round of divergence by seed; of a seed in several runs, the first counts."""
-    per_seed: dict[str, float] = {}
-    diverged: dict[str, int] = {}
-    for run in runs:
-        value = primary(run.result)["per_seed"]
-        for seed in map(str, run.result["seeds"]):
-            if seed not in per_seed:
-                per_seed[seed] = value.get(seed)
-                if seed in run.result["diverged"]:
-                    diverged[seed] = run.result["diverged"][seed]
-    return per_seed, diverged
-
-
-def _marks(values: dict[int, dict[str, float]]) -> tuple[set[int], set[int]]:
-    """Columns with the highest mean, and those not separated from it."""
-    common = sorted(set.intersection(*(set(v) for v in values.values()))) if len(values) > 1 else []
-    if len(common) < MARKED_FROM:
-        return set(), set()
-    mean = {i: stats.interval(list(v.values()))[0] for i, v in values.items()}
-    best = {i for i in mean if mean[i] == max(mean.values())}
-    pairs = list(combinations(values, 2))
-    adjusted = stats.holm([stats.paired({s: values[i][s] for s in common}, values[j]).p for i, j in pairs])
-    open_pairs = [pair for pair, p in zip(pairs, adjusted, strict=True) if p > 0.05]
-    return best, {i for pair in open_pairs for i in pair if set(pair) & best and i not in best}
-
-
-def _cause(status: Mapping[str, Any]) -> str:
-    """The error's last line, where a failed run stored one."""
-    lines = str(status.get("error") or status.get("traceback") or "").strip().splitlines()
-    return f", {show(lines[-1])}" if lines else ""
-
-
-def _stated(runs: list[Run]) -> str:
-    """Judged model, steps and step size of a column's cells, such as ``global, after 1 step of 0.01``."""
-    models = dict.fromkeys(judged(run.result["primary"]["model"], run.result["primary"]["steps"]) for run in runs)
-    sizes = [run.result.get("adapt_lr") for run in runs if run.result["primary"]["steps"]]
-    rates = dict.fromkeys("own size" if lr is None else f"{lr:g}" for lr in sizes)
-    return " / ".join(models) + (f" of {' / '.join(rates)}" if rates else "")
-
-
-def sweep_caption(runs: list[Run], stated: str = "", tuned: bool = False) -> str:
-    """What the cells are: interval, protocol, what a seed redraws, and whether the steps were chosen (``tuned``: on validation data)."""
     if not runs:
         return ""
-    counts = sorted({len(run.result["seeds"]) for run in runs})
-    seeds = f"{counts[0]} seed{'s' if counts[0] > 1 else ''}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
+    counts = sorted(set(seeds or [len(run.result["seeds"]) for run in runs]))
+    many = f"{counts[0]} seed{'s' if counts[0] > 1 else ''}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
+    alone = "; n/a: one seed has no interval" if counts[0] == 1 else ""
+    interval = f"± is the half-width of the 95 % Student-t interval over {many} {unit}{alone}"
     result = dict(runs[0].result)
     if len({run.result.get("protocol_text") for run in runs}) > 1:  # the adaptation batch is a setting of the rows
         del result["protocol_text"]
+    chance = {_redraws(run.result) for run in runs}
+    if marks is None:
+        marks = BOLD_OF_TUNED if tuned else BOLD_OF_ROW
     return (
-        f"Accuracy in percent{f' ({stated})' if stated else ''}; "
-        f"± is the half-width of the 95 % Student-t interval over {seeds} of the unweighted mean over users"
-        f"{'; n/a: one seed has no interval' if counts[0] == 1 else ''}; protocol {_protocol(result)}; {_redraws(result)}. "
-        + (
-            "Hyper-parameters were chosen on validation data. Bold (* in plain text): the highest mean; †: not separated from it "
-            "(paired t over common seeds, Holm over the comparisons with it, level 0.05)"
-            if tuned
-            else "Step sizes are as configured, untuned. Bold (* in plain text): the highest mean of a row; †: not separated from it "
-            "(paired t over common seeds, Holm over all pairs of the row, level 0.05)"
-        )
-        + f"; no marks below {MARKED_FROM} common seeds."
-    )
+        f"{what}{f' ({stated})' if stated else ''}; {interval if unit else f'mean over {many}'}; protocol {_protocol(result)}; "
+        + (chance.pop() if len(chance) == 1 else "a seed redraws what partition_seed, init_seed and sampling_seed of the row leave free")
+        + (". Hyper-parameters were chosen on validation data. " if tuned else ". Step sizes are as configured, untuned. ")
+        + marks
+    ).rstrip()
 
 
-NOT_A_SETTING = {
-    "device", "data_root", "outputs", "progress", "pictures", "plugins", "plan", "force", "eval_every", "checkpoint_every", "resume",
-    "fail_fast",
-    "seed", "seeds", "hydra", "experiment", "tracker", "engine", "study",
-}  # fmt: skip
-"""Root keys that change no number, and the seeds, which are averaged over."""
-
-
-def _algorithm(run: Run) -> str:
-    return str(run.result["algo"] if run.result else (run.config.get("algo") or {}).get("name", "?"))
+_NOT_SEPARATED = "†: not separated from it (paired t over common seeds, Holm over {}, level 0.05); no marks below {} common seeds."
+STAR = " (* in plain text)"
+BOLD_OF_TUNED = f"Bold{STAR}: the highest mean; " + _NOT_SEPARATED.format("the comparisons with it", MARKED_FROM)
+BOLD_OF_ROW = f"Bold{STAR}: the highest mean of a row; " + _NOT_SEPARATED.format("all pairs of the row", MARKED_FROM)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -302,47 +274,3 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         out.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
     return out
-
-
-def _setting_keys(configs: list[dict[str, Any]]) -> list[str]:
-    """The keys that tell the runs apart, beside the algorithm. An option's own key counts only if it differs between runs with the same
-    option of that group, and one that follows a root key (``algo.alpha: ${alpha}``) not at all."""
-    keys = []
-    for key in dict.fromkeys(key for config in configs for key in config):
-        root, _, leaf = key.rpartition(".")
-        if (key.split(".")[0] in NOT_A_SETTING and key != "engine.dtype") or key == "algo.name":
-            continue
-        if leaf != "name" and root and all(leaf in c and _typed(c[leaf]) == _typed(c[key]) for c in configs if key in c):
-            continue
-        values: dict[Any, set[Any]] = {}
-        for config in configs:
-            option = None if leaf == "name" or not root else config.get(f"{root}.name")
-            values.setdefault(option, set()).add(_typed(config.get(key)))
-        if any(len(found) > 1 for found in values.values()):
-            keys.append(key)
-    return keys
-
-
-def _typed(value: Any) -> Any:
-    """A hashable stand-in that keeps 1 and "1", null and "null" apart, and 1 and 1.0 together."""
-    if isinstance(value, list):
-        return tuple(_typed(item) for item in value)
-    return (type(value).__name__ if value is None or isinstance(value, (bool, str)) else "number", value)
-
-
-def _setting(run: Run, keys: list[str]) -> str:
-    """``partition=table2, tau=10``; for runs that do not differ, the data set and tau."""
-    values = flat(run.config)
-    keys = keys or [key for key in ("dataset.name", "tau", "alpha") if key in values]
-    return ", ".join(f"{key.removesuffix('.name')}={_typed_text(values.get(key))}" for key in keys) or "all"
-
-
-def _typed_text(value: Any) -> str:
-    """As typed on the command line; a text that reads as another type is quoted."""
-    if not isinstance(value, str):
-        return show(value)
-    try:
-        float(value)
-    except ValueError:
-        return value if value.lower() not in ("", "null", "~", "true", "false") else f"'{value}'"
-    return f"'{value}'"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perfed import figures, report, results, stats, tables
+from perfed import compare, figures, report, results, stats, tables
 from perfed.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -100,7 +100,7 @@ def result_of(folder):
 
 
 def sweep(*folders):
-    return tables.sweep_table([results.load(folder) for folder in folders])
+    return compare.sweep_table([results.load(folder) for folder in folders])
 
 
 def cells(table):
@@ -190,7 +190,7 @@ def test_sweep_table_without_any_warning(tmp_path):
 
 def test_report_refuses_in_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
-    for args, words in (([tmp_path / "empty"], "no run folder"), ([tmp_path / "absent"], "no such folder"), ([], "arguments are required")):
+    for args, words in (([tmp_path / "empty"], "no run folder"), ([tmp_path / "absent"], "no such folder"), ([], "at least one run")):
         done = cli(*args)
         assert (done.returncode, done.stdout) == (1, "")
         assert re.fullmatch(rf"perfed: .*{words}.*\n", done.stderr)
@@ -254,9 +254,9 @@ def test_columns_say_how_they_were_judged_where_that_differs(tmp_path):
     fedavg, maml = fake_run(tmp_path / "b", "fedavg", adapt_lr=0.1), fake_run(tmp_path / "c", "maml", steps=(0, 5))
     table = sweep(fake_run(tmp_path / "a"), fedavg, maml)
     assert table.columns[1:4] == (
-        "perfedavg_hf (global, after 1 step of 0.01)",
-        "fedavg (global, after 1 step of 0.1)",
-        "maml (global, after 5 steps of 0.01)",
+        "perfedavg_hf\nglobal, after 1 step of 0.01",
+        "fedavg\nglobal, after 1 step of 0.1",
+        "maml\nglobal, after 5 steps of 0.01",
     )
 
 
