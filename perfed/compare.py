@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 from perfed import keys, stats, tables
 from perfed.errors import nearest, require
-from perfed.measures import Measure
+from perfed.measures import Measure, measure
 from perfed.pivot import Asked, Label, Pivot, Source, arrange, asked, number, unequal
 from perfed.results import Run
 from perfed.tables import MARKED_FROM, Cell, Grid, grid
@@ -75,6 +75,11 @@ def table(
         marks=_explained(want.measure, reference, margin),
     )
     return grid(columns, rows, caption, notes, len(pivot.heads()) + (reference is not None))
+
+
+def marks_of_row(values: Mapping[int, Mapping[str, float]]) -> tuple[set[int], dict[int, str]]:
+    """Columns with the highest mean accuracy, and by column the † of those not separated from it; ``values``: column -> by seed."""
+    return _marks(values, measure("accuracy", []), True)
 
 
 def _marks(

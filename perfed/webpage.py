@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from perfed import figures, results, tables
+from perfed import compare, figures, keys, results, tables
 from perfed.errors import UserError, require, show
 from perfed.htmlpage import Folded, Links, Part, Picture, Section, typed, write_page
+from perfed.pivot import arrange
 from perfed.results import Run
 from perfed.tables import Grid
 
@@ -34,7 +35,7 @@ def write_html(path: Path | str, runs: Sequence[Run], title: str | None = None) 
     with tempfile.TemporaryDirectory(prefix="perfed-") as drawn:
         groups = _by_protocol(runs)
         for k, (protocol, mine) in enumerate(groups.items()):
-            parts = [tables.sweep_table(mine), *_drawn(mine, Path(drawn) / str(k))]
+            parts = [compare.sweep_table(mine), *_drawn(mine, Path(drawn) / str(k))]
             sections.append(Section("Results" if len(groups) == 1 else f"Results, protocol {protocol}", parts))
         done = [run for run in runs if run.complete]
         if done:
@@ -117,10 +118,10 @@ def _drawn(runs: Sequence[Run], folder: Path) -> list[Part]:
 
 def _cells(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
     """setting -> method -> runs, as in the sweep's table."""
-    keys = tables._setting_keys([tables.flat(run.config) for run in runs])
+    pivot = arrange(runs)
     found: dict[str, dict[str, list[Run]]] = {}
-    for run in runs:
-        found.setdefault(tables._setting(run, keys), {}).setdefault(_algorithm(run), []).append(run)
+    for row, column, cell in pivot.each():
+        found.setdefault(pivot.name(row), {})[pivot.head(column)] = list(cell.runs)
     return found
 
 
@@ -190,8 +191,8 @@ def _differing(names: Sequence[str], values: Sequence[Mapping[str, Any]], keys: 
 
 def _configuration(runs: Sequence[Run], shared: Mapping[str, Any]) -> Section:
     flat = [tables.flat(run.config) for run in runs]
-    keys = dict.fromkeys(["algo.name", *tables._setting_keys(flat), "seed", "seeds"])
-    parts = _differing([run.folder.name for run in runs], flat, list(keys))
+    names = dict.fromkeys(["algo.name", *keys.telling(flat), "seed", "seeds"])
+    parts = _differing([run.folder.name for run in runs], flat, list(names))
     return Section("Configuration", [*parts, Folded(f"{'Common to all runs' if len(runs) > 1 else 'All'} ({len(shared)} keys)", [shared])])
 
 

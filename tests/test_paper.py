@@ -38,11 +38,11 @@ def test_a_verdict_is_where_the_interval_lies():
     # differences 1, 2, 3, 4, 5: mean 3, s = sqrt(2.5), half-width 2.776 * sqrt(2.5 / 5) = 1.963
     d = stats.paired(seeds(1, 2, 3, 4, 5), seeds(0, 0, 0, 0, 0))
     assert d.half_width == pytest.approx(2.7764451 * np.sqrt(0.5), rel=1e-6)
-    assert paper.verdict(d) == "supported"
-    assert paper.verdict(stats.paired(seeds(0, 0, 0, 0, 0), seeds(1, 2, 3, 4, 5))) == "contradicted"
+    assert stats.verdict(d) == "supported"
+    assert stats.verdict(stats.paired(seeds(0, 0, 0, 0, 0), seeds(1, 2, 3, 4, 5))) == "contradicted"
     # shifted by 2: mean 1 < 1.963
-    assert paper.verdict(stats.paired(seeds(-1, 0, 1, 2, 3), seeds(0, 0, 0, 0, 0))) == "undecided"
-    assert paper.verdict(stats.paired(seeds(1, 2, 3, 4), seeds(0, 0, 0, 0))) == "undecided"  # four seeds
+    assert stats.verdict(stats.paired(seeds(-1, 0, 1, 2, 3), seeds(0, 0, 0, 0, 0))) == "undecided"
+    assert stats.verdict(stats.paired(seeds(1, 2, 3, 4), seeds(0, 0, 0, 0))) == "undecided"  # four seeds
 
 
 def test_alike_is_an_interval_inside_the_margin():

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import pytest
 from test_report import fake_run
 
-from perfed import figures, results, tables, webpage
+from perfed import compare, figures, results, tables, webpage
 from perfed.htmlpage import POLICY, Folded, Links, Picture, Section, write_page
 from perfed.report import find
 
@@ -139,7 +139,7 @@ def test_page_holds_the_tables_of_both_protocols(text, sweep):
     heads = page.said("h2")
     assert heads == ["Results, protocol clean", "Results, protocol paper", "Costs", "Configuration", "Made with", "Runs"]
     assert page.said("h3") == sorted(p.name for p in sweep.iterdir() if p.name != "report")
-    table = tables.sweep_table([run for run in find([sweep]) if "paper" not in run.folder.name])
+    table = compare.sweep_table([run for run in find([sweep]) if "paper" not in run.folder.name])
     assert [cell.text for cell in table.rows[0] if cell.bold] == ["82.00 ± 1.96"] and any(cell.mark for cell in table.rows[0])
     words = page.said("td", "th", "strong", "p")
     assert all(cell.text + cell.mark in words or cell.bold for row in table.rows for cell in row) and table.caption in words

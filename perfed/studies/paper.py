@@ -97,20 +97,12 @@ class Claim:
     parts: Callable[[Values], Iterator[Part]]
 
 
-def verdict(difference: stats.Paired) -> str:
-    """Of a claim that the difference is positive."""
-    if difference.half_width is None or difference.n < tables.MARKED_FROM:
-        return "undecided"
-    low, high = difference.difference - difference.half_width, difference.difference + difference.half_width
-    return "supported" if low > 0 else "contradicted" if high < 0 else "undecided"
-
-
 def compare(text: str, high: Seeds | None, low: Seeds | None) -> Part:
     """The part that says high > low."""
     if not high or not low or not set(high) & set(low):
         return Part(text, None, "not run")
     difference = stats.paired(high, low)
-    return Part(text, difference, verdict(difference))
+    return Part(text, difference, stats.verdict(difference))
 
 
 def alike(text: str, a: Seeds | None, b: Seeds | None) -> Part:

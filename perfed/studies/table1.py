@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perfed import results, tables
+from perfed import compare, results, tables
 from perfed.config import Config, conf_dir
 from perfed.errors import nearest, require
 from perfed.identity import identity
@@ -190,7 +190,7 @@ def table_of(
         found = {method: mine.get((row, method)) for method in METHODS}
         well = {i: run for i, run in enumerate(found.values()) if run is not None and not run.result["diverged"]}
         seeds = {i: tables.primary(run.result)["per_seed"] for i, run in well.items()}
-        bold, dagger = tables._marks(seeds)
+        bold, dagger = compare.marks_of_row(seeds)
         cells: list[Any] = []
         for i, (method, run) in enumerate(found.items()):
             if run is None:
@@ -200,7 +200,7 @@ def table_of(
                 cells.append(f"div {len(run.result['diverged'])}/{len(run.result['seeds'])}")
             else:
                 cell = tables.primary(run.result)
-                cells.append(tables.Cell(tables.accuracy_text(cell["mean"], cell["half_width"]), i in bold, "†" if i in dagger else ""))
+                cells.append(tables.Cell(tables.accuracy_text(cell["mean"], cell["half_width"]), i in bold, dagger.get(i, "")))
         majority = next((run.result["majority"] for run in found.values() if run is not None), None)
         size = smooth.get((row, variant.network))
         alpha_l = "-" if size is None else f"{ROWS[row].alpha * size:.2g}"
