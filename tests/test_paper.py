@@ -195,7 +195,7 @@ def test_all_curves_of_figure_1_end_at_the_same_gradient_evaluations(tmp_path, m
     (folder,) = tmp_path.glob("fig1-*")
     text = (folder / "report.md").read_text()
     assert text.count("is ahead after the same") == 4 and "undecided" in text  # two seeds decide nothing
-    assert [set(frame["panel"]) for frame in drawn] == [{"seconds", "round", "gradients", "floats"}]
+    assert [set(frame["panel"]) for frame in drawn] == [{"time", "rounds", "gradients", "numbers sent"}]
 
 
 def test_the_sweep_takes_multiples_of_the_measured_smoothness():

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from perfed import figures, results, stats, tables
+from perfed import figures, stats, tables
 from perfed.config import Config
 from perfed.errors import require
+from perfed.htmlpage import Picture, Section
 from perfed.results import Run
 from perfed.studies import paper
-from perfed.studies.compared import accuracies, data_words, folder_of, listed, text_of, train_all
+from perfed.studies.compared import accuracies, data_words, folder_of, publish, text_of, train_all
 from perfed.studies.jobs import Context
 from perfed.studies.paper import EXACT, FEDAVG, FO, HF, TITLES
 
@@ -62,18 +63,15 @@ def final_smoothness(run: Run) -> float | None:
 def report(folder: Path, runs: Mapping[str, Run], missing: list[str], alphas: list[float], size: float, config: Config) -> None:
     """Write and print the table, the verdicts and the picture."""
     table, verdict = table_of(runs, alphas, size), verdicts(runs, alphas)
-    text = ["# Accuracy against alpha L\n", tables.markdown(table), "## Verdicts\n", tables.markdown(verdict)]
+    sections = [Section("Result", [table]), Section("Verdicts", [verdict])]
     if (drawn := frame(runs, alphas, size)) is not None:
         first = next(iter(runs.values()))
         title = f"{first.result['dataset']}, {first.result['model']}, tau={first.result['tau']}; protocol {first.result['protocol']}"
-        xlabels = {"alpha L": f"alpha L (L = {size:.3g} at the initial model)"}
-        figures.lines(drawn, folder / "alpha_sweep.png", title, xlabels=xlabels, log=["alpha L"], majority=first.result["majority"])
-        text.append("![accuracy against alpha L](alpha_sweep.png)\n")
-    results.write_text(folder / "report.md", "\n".join([*text, listed(runs, missing)]))
+        xlabels, picture = {"alpha L": f"alpha L (L = {size:.3g} at the initial model)"}, folder / "alpha_sweep.png"
+        figures.lines(drawn, picture, title, xlabels=xlabels, log=["alpha L"], majority=first.result["majority"])
+        sections.insert(0, Section("Curves", [Picture(picture, "accuracy against alpha L; mean and 95 % band over seeds")]))
     print(f"\n{tables.plain(table)}\n{tables.plain(verdict)}")
-    for line in missing:
-        print(f"perfed: {line}")
-    print(f"report: {folder / 'report.md'}", flush=True)
+    publish(folder, "Accuracy against alpha L: the second observation of the Per-FedAvg paper", sections, runs, missing)
 
 
 def frame(runs: Mapping[str, Run], alphas: list[float], size: float) -> Any:
@@ -113,7 +111,10 @@ def verdicts(runs: Mapping[str, Run], alphas: list[float]) -> tables.Grid:
         run = runs.get(_label(method, alpha))
         return None if run is None else accuracies(run)
 
-    small, large, near = alphas[0], alphas[-1], 100 * paper.ALIKE
+    ended = [alpha for alpha in alphas if all(seeds(method, alpha) for method in (FO, HF))]
+    if len(ended) < 2:
+        return tables.grid(["claim of the paper", "difference, points", "verdict"], [], "Fewer than two steps without a diverged seed.")
+    small, large, near = ended[0], ended[-1], 100 * paper.ALIKE
     parts = [
         paper.compare(f"a larger alpha helps HF: {large:g} - {small:g}", seeds(HF, large), seeds(HF, small)),
         paper.compare(f"a larger alpha hurts FO: {small:g} - {large:g}", seeds(FO, small), seeds(FO, large)),
@@ -121,5 +122,8 @@ def verdicts(runs: Mapping[str, Run], alphas: list[float]) -> tables.Grid:
         paper.compare(f"for a large alpha ({large:g}) HF is ahead of FO", seeds(HF, large), seeds(FO, large)),
     ]
     rows = [[part.text, paper.difference_text(part.difference), part.verdict] for part in parts]
-    caption = "By the 95 % interval of the paired difference over common seeds; undecided below five seeds."
+    caption = (
+        "Between the smallest and the largest alpha at which no seed of HF or FO diverged, by the 95 % interval of the paired difference "
+        "over common seeds; undecided below five seeds."
+    )
     return tables.grid(["claim of the paper", "difference, points", "verdict"], rows, caption)

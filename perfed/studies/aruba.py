@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from perfed import figures, results, tables
+from perfed import figures, tables
 from perfed.config import Config, conf_dir
 from perfed.errors import require
+from perfed.htmlpage import Picture, Section
 from perfed.results import Run
 from perfed.studies import paper
-from perfed.studies.compared import accuracies, band, curve, data_words, folder_of, listed, text_of, train_all
+from perfed.studies.compared import accuracies, band, curve, data_words, folder_of, publish, text_of, train_all
 from perfed.studies.jobs import Context
 from perfed.studies.paper import FEDAVG, FO, HF, TITLES
 from perfed.studies.tuning import Space, Tuned, choices, read, tuned
@@ -72,21 +73,17 @@ def report(
 ) -> None:
     """Write and print the table, the verdicts and the picture."""
     table, verdict = table_of(runs, epoch, config), verdicts(runs, epoch)
-    well = {label: run for label, run in runs.items() if not run.result["diverged"]}
     picked = choices({NAMES[m]: found for m, found in chosen.items()}, config.study.tuning_share)
-    text = ["# Per-FedAvg against FedAvg + ARUBA\n", tables.markdown(table), "## Verdict\n", tables.markdown(verdict)]
-    text += ["## What was chosen\n", tables.markdown(picked)]
+    sections = [Section("Result", [table]), Section("Verdict", [verdict]), Section("What was chosen", [picked])]
+    well = {label: run for label, run in runs.items() if not run.result["diverged"]}
     if well:
         first = next(iter(well.values()))
         what = f"{first.result['dataset']}, tau={first.result['tau']}; protocol {first.result['protocol']}"
-        title = f"{what}; after one pass of adaptation ({epoch} steps)"
-        figures.lines(frame(well), folder / "fig1b.png", title, xlabels={"round": "rounds"}, majority=first.result["majority"])
-        text.append("![accuracy against rounds](fig1b.png)\n")
-    results.write_text(folder / "report.md", "\n".join([*text, listed(runs, missing)]))
+        title, picture = f"{what}; after one pass of adaptation ({epoch} steps)", folder / "fig1b.png"
+        figures.lines(frame(well), picture, title, xlabels={"rounds": "rounds"}, majority=first.result["majority"])
+        sections.insert(1, Section("Curves", [Picture(picture, "accuracy against rounds; mean and 95 % band over seeds")]))
     print(f"\n{tables.plain(table)}\n{tables.plain(picked)}\n{tables.plain(verdict)}")
-    for line in missing:
-        print(f"perfed: {line}")
-    print(f"report: {folder / 'report.md'}", flush=True)
+    publish(folder, "Per-FedAvg against FedAvg + ARUBA (appendix I)", sections, runs, missing)
 
 
 def frame(runs: Mapping[str, Run]) -> Any:
@@ -97,7 +94,7 @@ def frame(runs: Mapping[str, Run]) -> Any:
     for label, run in runs.items():
         found = curve(run)
         mean, half = band(found["accuracy"])
-        rows.append(pd.DataFrame({"panel": "round", "line": label, "x": found["round"], "mean": mean, "half_width": half}))
+        rows.append(pd.DataFrame({"panel": "rounds", "line": label, "x": found["round"], "mean": mean, "half_width": half}))
     return pd.concat(rows, ignore_index=True)
 
 

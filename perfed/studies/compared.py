@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from perfed import results, stats, tables
 from perfed.config import Config
+from perfed.htmlpage import Links, Picture, Section, write_page
 from perfed.identity import identity
 from perfed.results import Run
 from perfed.studies.jobs import Context, Job, run_all
@@ -114,6 +116,31 @@ def folder_of(name: str, config: Config, choices: Sequence[Any] = ()) -> Path:
     return folder
 
 
-def listed(runs: Mapping[str, Run], missing: Sequence[str]) -> str:
-    """The last section of a report."""
-    return "## Runs\n\n" + "".join(f"- {label}: {run.folder.name}\n" for label, run in runs.items()) + "".join(f"- {m}\n" for m in missing)
+def publish(folder: Path, title: str, sections: Sequence[Section], runs: Mapping[str, Run], missing: Sequence[str]) -> None:
+    """Write the study's report.md and report.html, say what is missing and where the report is. The runs are listed last."""
+    links = Links([(f"{label}: {run.folder.name}", run.folder) for label, run in runs.items()])
+    sections = [*sections, Section("Runs", [links, *missing])]
+    write_page(folder / "report.html", title, sections)
+    results.write_text(folder / "report.md", _markdown(title, sections, folder))
+    for line in missing:
+        print(f"perfed: {line}")
+    print(f"report: {folder / 'report.md'}, report.html beside it", flush=True)
+
+
+def _markdown(title: str, sections: Sequence[Section], folder: Path) -> str:
+    texts = [f"# {title}\n"]
+    for section in sections:
+        texts += [f"{'#' * section.level} {section.heading}\n", *(_part(part, folder) for part in section.parts)]
+    return "\n".join(texts)
+
+
+def _part(part: Any, folder: Path) -> str:
+    match part:
+        case tables.Grid():
+            return tables.markdown(part)
+        case Picture(path, alt):
+            return f"![{alt}]({path.name})\n\nAlso as [PDF]({path.with_suffix('.pdf').name}).\n"
+        case Links(items):
+            return "".join(f"- [{text}]({os.path.relpath(path, folder)})\n" for text, path in items)
+        case _:
+            return f"{part}\n"

@@ -14,22 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from perfed import figures, results, stats, tables
+from perfed import figures, stats, tables
 from perfed.errors import require
+from perfed.htmlpage import Picture, Section
 from perfed.results import Run
 from perfed.studies import paper
 from perfed.studies.all_methods import cost_of_a_round
-from perfed.studies.compared import at, band, curve, data_words, folder_of, listed, train_all
+from perfed.studies.compared import at, band, curve, data_words, folder_of, publish, train_all
 from perfed.studies.jobs import Context
 from perfed.studies.paper import EXACT, FEDAVG, FO, HF, TITLES
 
 METHODS = (FEDAVG, FO, HF, EXACT)
 AXES = {
-    "seconds": "training, seconds of one core and seed",
+    "seconds": "seconds of training, one core and seed",
     "round": "rounds",
     "gradients": "gradient evaluations, thousands",
     "floats": "numbers sent, million",
 }
+PANELS = {"seconds": "time", "round": "rounds", "gradients": "gradients", "floats": "numbers sent"}
 SCALES = {"seconds": 1.0, "round": 1.0, "gradients": 1e3, "floats": 1e6}
 
 
@@ -43,7 +45,7 @@ def main(context: Context) -> int:
         return 0
     runs, missing = train_all({TITLES[m]: text for m, text in words.items()}, context)
     folder = folder_of("fig1", config)
-    report(folder, runs, missing, config.study.name)
+    report(folder, runs, missing)
     return 1 if missing else 0
 
 
@@ -60,30 +62,27 @@ def plan(context: Context) -> dict[str, tuple[str, ...]]:
     return out
 
 
-def report(folder: Path, runs: Mapping[str, Run], missing: list[str], name: str) -> None:
+def report(folder: Path, runs: Mapping[str, Run], missing: list[str]) -> None:
     """Write and print the table at equal budgets, the verdicts and the picture."""
     curves = {title: curve(run) for title, run in runs.items() if not run.result["diverged"]}
-    diverged = [title for title, run in runs.items() if run.result["diverged"]]
+    notes = [f"{title}: a seed diverged; it is in no curve." for title, run in runs.items() if run.result["diverged"]]
     axes = [axis for axis in AXES if curves and all(np.isfinite(found[axis]).all() for found in curves.values())]
-    budgets = {axis: min(found[axis][-1] for found in curves.values()) for axis in axes}
-    table, verdict = equal_budgets(curves, budgets), verdicts(curves, budgets)
-    first = next(iter(runs.values()), None)
-    notes = [f"{title}: a seed diverged; it is in no curve." for title in diverged]
     if curves and "seconds" not in axes:
         notes.append("Against seconds nothing is drawn: a run lacks the times of its rounds.")
-    text = [f"# Accuracy against time, rounds, gradients and numbers sent: {first.result['dataset'] if first else ''}\n"]
+    sections = [Section("Curves", notes)] if notes else []
     if curves:
-        figures.lines(
-            frame(curves, axes), folder / "fig1.png", _title(first), xlabels={axis: AXES[axis] for axis in axes},
-            majority=first.result["majority"],
-        )  # fmt: skip
-        text += ["![accuracy against each budget](fig1.png)\n", tables.markdown(table), "## Verdict\n", tables.markdown(verdict)]
+        budgets = {axis: min(found[axis][-1] for found in curves.values()) for axis in axes}
+        table, verdict = equal_budgets(curves, budgets), verdicts(curves, budgets)
+        first = next(run for run in runs.values() if not run.result["diverged"])
+        labels = {PANELS[axis]: AXES[axis] for axis in axes}
+        picture = folder / "fig1.png"
+        figures.lines(frame(curves, axes), picture, _title(first), xlabels=labels, majority=first.result["majority"])
+        shown = Picture(picture, f"accuracy against {', '.join(labels)}; mean and 95 % band over seeds")
+        sections = [Section("Curves", [shown, *notes]), Section("At equal budgets", [table]), Section("Verdict", [verdict])]
         print(f"\n{tables.plain(table)}\n{tables.plain(verdict)}")
-    text += [*(f"{note}\n" for note in notes), listed(runs, missing)]
-    results.write_text(folder / "report.md", "\n".join(text))
-    for line in (*notes, *missing):
-        print(f"perfed: {line}")
-    print(f"report: {folder / 'report.md'}", flush=True)
+    for note in notes:
+        print(f"perfed: {note}")
+    publish(folder, "Figure 1a of the Per-FedAvg paper: accuracy against time and other budgets", sections, runs, missing)
 
 
 def _title(run: Run) -> str:
@@ -100,7 +99,7 @@ def frame(curves: Mapping[str, Mapping[str, np.ndarray]], axes: list[str]) -> An
         for title, found in curves.items():
             mean, half = band(found["accuracy"])
             x = found[axis] / SCALES[axis]
-            rows.append(pd.DataFrame({"panel": axis, "line": title, "x": x, "mean": mean, "half_width": half}))
+            rows.append(pd.DataFrame({"panel": PANELS[axis], "line": title, "x": x, "mean": mean, "half_width": half}))
     return pd.concat(rows, ignore_index=True)
 
 

@@ -19,10 +19,11 @@ from typing import Any
 from perfed import compare, results, tables
 from perfed.config import Config, conf_dir
 from perfed.errors import nearest, require
+from perfed.htmlpage import Section
 from perfed.identity import identity
 from perfed.results import Run
 from perfed.studies import paper
-from perfed.studies.compared import image_folder
+from perfed.studies.compared import image_folder, publish
 from perfed.studies.jobs import Context, Done, Job, run_all
 from perfed.studies.paper import EQUAL, EXACT, FEDAVG, FO, HEADS, HF, LOCAL, ROWS, TITLES
 from perfed.studies.tuning import Space, Tuned, choices, read, tuned
@@ -309,34 +310,31 @@ def _report(context: Context, rows: list[str], runs: Any, ended: Mapping[Key, Do
     missing = [f"{key.label}: {done.problem}" for key, done in ended.items() if done.problem is not None]
     missing += [f"{key.label}: every trial failed or diverged" for key, found in chosen.items() if found.best is None]
     variants = variants_of(runs)
-    shown = {variant: table_of(rows, runs, variant, smooth) for variant in variants}
     folder = config.outputs_path / _name(config, rows)
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [f"# Table 1 of the Per-FedAvg paper: {', '.join(dict.fromkeys(ROWS[row].data for row in rows))}\n"]
+    sections = []
     for number, variant in enumerate(variants, 1):
-        parts += [f"## {variant.text}\n", tables.markdown(shown[variant]), tables.markdown(groups_of(rows, runs, variant))]
-        results.write_text(folder / f"table{number}.csv", tables.to_csv(shown[variant]))
-        print(f"\n{variant.text}\n\n{tables.plain(shown[variant])}", flush=True)
+        shown = table_of(rows, runs, variant, smooth)
+        sections.append(Section(variant.text, [shown, groups_of(rows, runs, variant)]))
+        results.write_text(folder / f"table{number}.csv", tables.to_csv(shown))
+        print(f"\n{variant.text}\n\n{tables.plain(shown)}", flush=True)
     if variants:
         claims, whole, every = verdicts(*_values(config, runs, variants))
-        parts += ["## Verdicts\n", tables.markdown(claims), tables.markdown(whole), "### Every comparison\n", tables.markdown(every)]
+        sections += [Section("Verdicts", [claims, whole]), Section("Every comparison", [every], 3)]
         results.write_text(folder / "verdicts.csv", tables.to_csv(claims))
         results.write_text(folder / "comparisons.csv", tables.to_csv(every))
         print(tables.plain(claims))
     below = list(below_majority(rows, runs))
-    parts += ["## Below the majority class\n", "".join(f"- {line}\n" for line in below)]
+    sections.append(Section("Below the majority class", below))
     if chosen:
         named = {f"{ROWS[key.row].text}; {key.network}: {TITLES[key.method]}": found for key, found in chosen.items()}
-        parts += ["## What was chosen\n", tables.markdown(choices(named, config.study.tuning_share))]
-    parts += ["## Runs\n", "".join(f"- {key.label}: {done.folder.name}\n" for key, done in ended.items() if done.folder is not None)]
-    parts += ["".join(f"- {line}\n" for line in missing)]
-    results.write_text(folder / "report.md", "\n".join(parts))
+        sections.append(Section("What was chosen", [choices(named, config.study.tuning_share)]))
     print("Below the majority class:")
     for line in below:
         print(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    "))
-    for line in missing:
-        print(f"perfed: {line}")
-    print(f"report: {folder / 'report.md'}", flush=True)
+    trained = {key.label: results.load(done.folder) for key, done in ended.items() if done.folder is not None}
+    data = ", ".join(dict.fromkeys(ROWS[row].data for row in rows))
+    publish(folder, f"Table 1 of the Per-FedAvg paper on {data}", sections, trained, missing)
     return 1 if missing else 0
 
 
