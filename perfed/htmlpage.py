@@ -49,7 +49,10 @@ img { max-width: 100%; height: auto; background: white }
 img:not(.wide) { max-width: min(100%, 37.5rem) }
 summary { cursor: pointer; padding: .3rem 0 }
 @media (prefers-color-scheme: dark) { img { filter: brightness(.88) } }
-@media (max-width: 40rem) { body { padding: .7rem } tbody th { min-width: 7rem; max-width: 45vw } th, td { padding: .3rem .45rem } }
+@media (max-width: 40rem) {
+  body { padding: .7rem } tbody th { min-width: 7rem; max-width: 45vw } th, td { padding: .3rem .45rem }
+  .pictures { flex-direction: column; overflow-x: auto } .pictures img { min-width: 28rem }
+}
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt } nav { display: none } .scroll { overflow: visible }
   table { font-size: 8pt } tr, img { break-inside: avoid } h2, h3 { break-after: avoid }

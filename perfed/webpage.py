@@ -88,24 +88,27 @@ def _cause(run: Run) -> str:
 
 
 def _drawn(runs: Sequence[Run], folder: Path) -> list[Part]:
-    """Learning curves and per-user accuracies of the runs' primary cells: a pair of pictures for every setting, with a line a method; where
-    there is one method, one pair with a line a setting."""
+    """Learning curves and per-user accuracies of the runs' primary cells: a pair of pictures for every setting, with a line a method; of
+    one method in several settings one pair, with a line a setting. Where every seed diverged there is no line: the table says so."""
     folder.mkdir()
     cells = _cells(runs)
-    if len({method for row in cells.values() for method in row}) == 1:
-        cells = {"": {setting: found for setting, row in cells.items() for found in row.values()}}
+    methods = list(dict.fromkeys(method for row in cells.values() for method in row))
+    if len(methods) == 1 < len(cells):
+        cells = {methods[0]: {setting: row[methods[0]] for setting, row in cells.items()}}
     parts: list[Part] = []
-    for i, (setting, row) in enumerate(cells.items()):
+    for i, (title, row) in enumerate(cells.items()):
         done = {line: [run for run in found if run.complete] for line, found in row.items()}
-        done = {line: found for line, found in done.items() if found}
+        done = {line: found for line, found in done.items() if any(len(r.result["diverged"]) < len(r.result["seeds"]) for r in found)}
         if not done:
             continue
         majority = next(iter(done.values()))[0].result.get("majority")
-        of = f"{setting}: {', '.join(done)}" if setting else ", ".join(done)
-        jobs: dict[str, Callable[[Path], None]] = {
-            f"Accuracy against rounds. {of}.": lambda path, d=done, s=setting, m=majority: _curves(d, path, s, m),
-            f"Distribution of the users' accuracies. {of}.": lambda path, d=done, s=setting, m=majority: _users(d, path, s, m),
-        }
+        of = f"{title}: {', '.join(done)}"
+        trained = {line: [run for run in found if (run.folder / "rounds.csv").is_file()] for line, found in done.items()}
+        trained = {line: found for line, found in trained.items() if found}  # what was scored again has no rounds of its own
+        jobs: dict[str, Callable[[Path], None]] = {}
+        if trained:
+            jobs[f"Accuracy against rounds. {of}."] = lambda path, d=trained, s=title, m=majority: _curves(d, path, s, m)
+        jobs[f"Distribution of the users' accuracies. {of}."] = lambda path, d=done, s=title, m=majority: _users(d, path, s, m)
         for j, (alt, draw) in enumerate(jobs.items()):
             path = folder / f"{i}-{j}.png"
             try:

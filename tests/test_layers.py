@@ -80,7 +80,7 @@ ORDER = [
 RANK = {name: i for i, names in enumerate(ORDER) for name in names}
 HYDRA = {"cli", "frontdoor", "helppage", "__main__", "train", "sweep"}
 NO_TORCH = {"stats", "tables", "figures", "sensitivity", "errors", "config", "identity", "results", "report", "trackers"}
-NO_TORCH |= {"keys", "measures", "pivot", "compare", "views", "power", "folders"}
+NO_TORCH |= {"keys", "measures", "pivot", "compare", "views", "power", "folders", "htmlpage", "webpage"}
 ALLOWED_AT_THE_TOP = {"pyproject.toml", "README.md", "perfed", "conf", "scripts", "tests", "outputs"}
 
 

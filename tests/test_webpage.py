@@ -213,12 +213,17 @@ def test_one_method_has_a_line_for_each_setting(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "distributions", lambda frame, path, *_, **__: drawn.update(users=frame))
     runs = [results.load(fake_run(tmp_path / f"r{tau}", tau=tau, seeds=2)) for tau in (4, 10)]
     runs.append(results.load(fake_run(tmp_path / "more", tau=4, seeds=3, diverged=(2,), status="DIVERGED")))
-    (tmp_path / "drawn").mkdir()
-    webpage._drawn(runs, tmp_path / "drawn" / "0")
+    webpage._drawn(runs, tmp_path / "drawn")
     curves = drawn["curves"]
     # seed 2 of tau=4 diverged; seeds 0 and 1 are in two runs and count once
     assert list(dict.fromkeys(curves["line"])) == ["tau=4 (2 of 3 seeds)", "tau=10"] and set(curves.groupby("line").size()) == {11}
     assert drawn["users"].groupby("line").size().to_dict() == {"tau=10": 16, "tau=4": 16}
+    (tmp_path / "r4" / "rounds.csv").unlink()  # as in a folder of perfed-eval
+    assert [part.alt for part in webpage._drawn(runs[:2], tmp_path / "again")] == [
+        "Accuracy against rounds. perfedavg_hf: tau=4, tau=10.",
+        "Distribution of the users' accuracies. perfedavg_hf: tau=4, tau=10.",
+    ]
+    assert len(webpage._drawn(runs[:1], tmp_path / "once")) == 1
 
 
 def test_a_picture_that_fails_costs_only_itself(tmp_path, monkeypatch):
@@ -226,14 +231,18 @@ def test_a_picture_that_fails_costs_only_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "distributions", lambda frame, path, *_, **__: path.write_bytes(png(4, 3)))
     webpage.write_html(tmp_path / "x.html", [results.load(fake_run(tmp_path / "a"))], "a <title>")
     page = Page((tmp_path / "x.html").read_text())
-    assert "Accuracy against rounds. dataset=mnist5k, tau=10, alpha=0.01. Not drawn: ZeroDivisionError: division by zero" in page.said("p")
+    of = "dataset=mnist5k, tau=10, alpha=0.01: perfedavg_hf"
+    assert f"Accuracy against rounds. {of}. Not drawn: ZeroDivisionError: division by zero" in page.said("p")
     assert len(page.of("img")) == 1 and "82.00 ± 4.97" in page.said("td") and page.said("title", "h1") == ["a <title>"] * 2
 
 
-def test_a_page_without_any_result(tmp_path):
-    webpage.write_html(tmp_path / "x.html", [results.load(fake_run(tmp_path / "a", status="FAILED"))])
+def test_a_page_without_any_mean(tmp_path):
+    folders = [fake_run(tmp_path / "a", status="FAILED"), fake_run(tmp_path / "b", "fedavg", diverged=(0, 1, 2), status="DIVERGED")]
+    webpage.write_html(tmp_path / "x.html", [results.load(folder) for folder in folders])
     text = (tmp_path / "x.html").read_text()
-    assert faults(text) == [] and "a: FAILED, RuntimeError: out of memory." in Page(text).said("p")
+    page = Page(text)
+    assert faults(text) == [] and "a: FAILED, RuntimeError: out of memory." in page.said("p") and "div 3/3" in page.said("td")
+    assert not page.of("img") and "Not drawn" not in text
 
 
 def test_sections_of_a_study(tmp_path):
