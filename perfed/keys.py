@@ -39,10 +39,14 @@ def typed(value: Any) -> str:
         return repr(value)
     if " ".join(value.split()) != value or not value.isprintable():
         return re.sub(r"(?<= ) |(?<=^\") | (?=\"$)", r"\\u0020", json.dumps(value, ensure_ascii=False))
-    if value not in ("", ABSENT) and not re.search(r"[,=\[\]{}'\"]", value) and read(value) == value:
+    if value != ABSENT and _BARE.fullmatch(value) and read(value) == value:
         return value
     body = re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value)
     return f"'{body}'"
+
+
+_BARE = re.compile(r"[\w/\\+.$%*@?|: -]+", re.ASCII)
+"""What Hydra takes without quotes."""
 
 
 def read(text: str) -> Any:
@@ -89,11 +93,12 @@ def alike(value: Any) -> Any:
     return (type(value).__name__ if value is None or isinstance(value, (bool, str)) else "number", value)
 
 
-def order(value: Any) -> tuple:
-    """A sort key over values of any type: absent, null, false, true, numbers by size, texts, lists."""
-    if value is ABSENT or value is None or isinstance(value, bool):
-        return (0, str(value) if value is not ABSENT else "")
-    return (1, value) if isinstance(value, (int, float)) else (2, typed(value))
+def order(text: str) -> tuple:
+    """A sort key over typed values: absent, null, false and true, numbers by size, then texts and lists."""
+    value = read(text)
+    if text == ABSENT or value is None or isinstance(value, bool):
+        return (0, "" if text == ABSENT else str(value is not None) + text)
+    return (1, value) if isinstance(value, (int, float)) else (2, str(value))
 
 
 # ---------------------------------------------------------------- keys

@@ -161,21 +161,21 @@ def arrange(
         both = next((key for key in row_keys if key in column_keys), None)
         require(both is None, "rows", ",".join(rows), f"{keys.shown(both or '')} names the columns already")
     found: dict[tuple[Label, Label], list[tuple[Run, dict[str, Any]]]] = {}
-    values: dict[Label, list[Any]] = {}
+    texts: dict[Any, str] = {}  # 1 and 1.0 are one value: the first text stands for both
+
+    def label(config: Mapping[str, Any], names: Sequence[str]) -> Label:
+        parts = [(key, config[key]) if key in config else None for key in names]
+        return tuple(keys.ABSENT if p is None else texts.setdefault((p[0], keys.alike(p[1])), keys.typed(p[1])) for p in parts)
+
     for run, config in zip(runs, configs, strict=True):
-        place = []
-        for names in (row_keys, column_keys):
-            label = tuple(keys.typed(config[key]) if key in config else keys.ABSENT for key in names)
-            values.setdefault(label, [config.get(key, keys.ABSENT) for key in names])
-            place.append(label)
-        found.setdefault((place[0], place[1]), []).append((run, config))
+        found.setdefault((label(config, row_keys), label(config, column_keys)), []).append((run, config))
     for cell in found.values():
         _one_setting([config for _, config in cell], ignore, rows)
     pivot = Pivot(
         row_keys,
         column_keys,
-        _sorted([row for row, _ in found], row_keys if rows is not None else (), values),
-        _sorted([column for _, column in found], column_keys, values),
+        _sorted([row for row, _ in found], row_keys if rows is not None else ()),
+        _sorted([column for _, column in found], column_keys),
         {place: source([run for run, _ in cell]) for place, cell in found.items()},
         rows is None,
     )
@@ -189,15 +189,13 @@ def _flat(run: Run) -> dict[str, Any]:
     return {"algo.name": run.result["algo"] if run.result else "?"} | config if "algo.name" not in config else config
 
 
-def _sorted(labels: Sequence[Label], names: Sequence[str], values: Mapping[Label, list[Any]]) -> tuple[Label, ...]:
+def _sorted(labels: Sequence[Label], names: Sequence[str]) -> tuple[Label, ...]:
     """Without repeats; by value, algorithms as they come. Without ``names``: all as they come."""
     labels = list(dict.fromkeys(labels))
     first = {name: i for i, name in enumerate(dict.fromkeys(part for label in labels for part in label))}
 
     def key(label: Label) -> list[Any]:
-        return [
-            first[text] if name == "algo.name" else keys.order(value) for name, text, value in zip(names, label, values[label], strict=True)
-        ]
+        return [first[text] if name == "algo.name" else keys.order(text) for name, text in zip(names, label, strict=True)]
 
     return tuple(sorted(labels, key=key) if names else labels)
 

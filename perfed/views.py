@@ -163,7 +163,7 @@ def _reached(cell: Source, want: Asked, least: float) -> tuple[Reached, set[int]
         mine = run.rounds
         mine = mine[(mine["model"] == model) & (mine["steps"] == steps) & mine["seen"]].sort_values("round", kind="stable")
         known = measures.clock(run)
-        every.add(int(run.config.get("eval_every", 0)))
+        every |= {run.config["eval_every"]} if "eval_every" in run.config else set()
         for seed in seeds:
             there = mine[(mine["seed"] == int(seed)) & (mine["accuracy"] >= least)]
             if there.empty:

@@ -53,6 +53,75 @@ def test_paired_without_spread():
     assert stats.paired({0: 0.5}, {0: 0.25}) == (1, 0.25, None, None)
 
 
+def test_b24_three_seeds_one_seed_two_seeds_of_three_users():
+    """Row B24. 1.96 with the sample spread would be .0226, with the population's .0185, the bare spread .0200; six numbers pooled .196."""
+    mean, half = stats.interval([0.70, 0.72, 0.74])
+    assert (f"{mean:.4f}", f"{half:.4f}") == ("0.7200", "0.0497")
+    assert stats.interval([0.7])[1] is None
+    mean, half = stats.interval([[0.5, 0.7, 0.9], [0.6, 0.8, 1.0]])
+    assert (f"{mean:.3f}", f"{half:.3f}") == ("0.750", "0.635")
+
+
+def test_tost():
+    # differences .2, .4: d = .3, e = .1, 1 degree: P(T < -(M - .3) / .1) = 1/2 - atan((M - .3) / .1) / pi
+    d = stats.paired({0: 0.7, 1: 0.8}, {0: 0.5, 1: 0.4})
+    assert stats.tost(d, 0.4) == pytest.approx(0.25)  # atan 1 = pi / 4
+    assert stats.tost(d, 0.3) == pytest.approx(0.5)
+    assert stats.tost(d, 0.2) == pytest.approx(0.75)
+    assert stats.tost(d._replace(difference=-0.3), 0.4) == pytest.approx(0.25)
+    assert stats.tost(stats.paired({0: 0.5}, {0: 0.25}), 0.4) is None
+    same = stats.paired({0: 0.5, 1: 0.75}, {0: 0.25, 1: 0.5})  # no spread, d = .25
+    assert (stats.tost(same, 0.3), stats.tost(same, 0.2)) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="margin"):
+        stats.tost(d, 0.0)
+
+
+def test_tost_is_the_90_percent_interval_within_the_margin():
+    a, b = dict(enumerate([0.1, 0.3, 0.2, 0.25, 0.15])), dict.fromkeys(range(5), 0.1)
+    inner = stats.paired(a, b, level=0.90)
+    edge = abs(inner.difference) + inner.half_width
+    assert stats.tost(stats.paired(a, b), edge * 1.0001) < 0.05 < stats.tost(stats.paired(a, b), edge * 0.9999)
+
+
+def test_verdict():
+    # n = 5: t(4, .975) s / sqrt(5); half-widths are given here
+    def d(n, difference, half):
+        return stats.Paired(n, difference, half, 0.5)
+
+    assert stats.verdict(d(5, 0.02, 0.019)) == "supported"
+    assert stats.verdict(d(5, 0.02, 0.019), "<") == "contradicted"
+    assert stats.verdict(d(5, -0.02, 0.019)) == "contradicted"
+    assert stats.verdict(d(5, -0.02, 0.019), "<") == "supported"
+    assert stats.verdict(d(5, 0.02, 0.02)) == "undecided"  # 0 is in the closed interval
+    assert stats.verdict(d(4, 0.02, 0.001)) == "undecided"  # too few common seeds
+    assert stats.verdict(d(1, 0.02, None)) == "undecided"
+    with pytest.raises(ValueError, match="direction"):
+        stats.verdict(d(5, 0.02, 0.01), "=")
+
+
+def test_seeds_needed():
+    # t(1) / sqrt 2 = 12.7062 / 1.41421 = 8.98, t(2) / sqrt 3 = 4.30265 / 1.73205 = 2.484, t(4) / sqrt 5 = 1.2417, t(5) / sqrt 6 = 1.0494
+    assert stats.seeds_needed(1.0, 9.0) == 2
+    assert stats.seeds_needed(1.0, 8.9) == 3
+    assert stats.seeds_needed(1.0, 2.49) == 3
+    assert stats.seeds_needed(1.0, 1.25) == 5
+    assert stats.seeds_needed(1.0, 1.2416) == 6
+    assert stats.seeds_needed(2.0, 2.4832) == stats.seeds_needed(1.0, 1.2416)
+    assert stats.seeds_needed(0.0, 0.1) == 2
+    # many seeds: (1.96 / .01)^2 = 38,414.6, and t = z + (z^3 + z) / (4 df) is a little above 1.96, which adds (z^2 + 1) z^2 / 2 / z^2 = 2.4
+    assert stats.seeds_needed(1.0, 0.01) == pytest.approx(38417, abs=1)
+    for bad in ((1.0, 0.0), (-1.0, 1.0), (math.inf, 1.0)):
+        with pytest.raises(ValueError, match="half-width"):
+            stats.seeds_needed(*bad)
+
+
+def test_spread_interval():
+    # 2 degrees: chi-square is exponential with mean 2, so its p quantile is -2 log(1 - p)
+    low, high = stats.spread_interval(3.0, 2)
+    assert low == pytest.approx(3 * math.sqrt(2 / (-2 * math.log(0.025))))
+    assert high == pytest.approx(3 * math.sqrt(2 / (-2 * math.log(0.975))))
+
+
 def test_holm():
     # sorted .01 .02 .04 times 3, 2, 1 = .03 .04 .04; never above 1, never decreasing
     assert stats.holm([0.04, 0.01, 0.02]) == pytest.approx([0.04, 0.03, 0.04])

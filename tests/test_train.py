@@ -213,6 +213,15 @@ def test_fixed_seeds_fix_their_stream(config, key, same):
     assert found == {name: 1 if name == same else 3 for name in found}
 
 
+def test_three_fixed_seeds_are_the_streams_of_those_seeds(config, plain):
+    """With all three at 1, seeds 0, 1 and 2 are the same run to the last example, and it is the run of seed 1 (batches, adaptation too)."""
+    fixed = train.run(config("seeds=3", "partition_seed=1", "init_seed=1", "sampling_seed=1", "algo=fedavg")).users
+    free = train.run(config("seeds=3", "algo=fedavg")).users
+    columns = ["user", "group", "times_sampled", "n_train", "n_test", "model", "steps", "correct"]
+    want = free[free["seed"] == 1][columns].to_numpy().tolist()
+    assert [fixed[fixed["seed"] == seed][columns].to_numpy().tolist() for seed in range(3)] == [want] * 3
+
+
 # ---------------------------------------------------------------- B20
 
 

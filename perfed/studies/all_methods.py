@@ -20,6 +20,7 @@ from perfed import results, stats, tables
 from perfed.config import Config
 from perfed.errors import require
 from perfed.identity import identity
+from perfed.pivot import against, asked, source
 from perfed.studies.jobs import Context, Done, Job, run_all
 from perfed.studies.tuning import TRIALS, Space, Tuned, choices, methods, space, tuned
 
@@ -106,15 +107,9 @@ def _why(method: str, found: Mapping[str, Tuned], ended: dict[str, Done]) -> str
     return ended[method].problem or "the run did not end"
 
 
-def _per_user(run: results.Run) -> dict[tuple[int, int], float]:
-    want, users = run.result["primary"], run.users
-    mine = users[(users["model"] == want["model"]) & (users["steps"] == want["steps"]) & users["seen"]]
-    return {(int(r.seed), int(r.user)): r.correct / r.n_test for r in mine.itertuples()}
-
-
 def method_table(runs: Mapping[str, results.Run], rounds: Mapping[str, int]) -> tables.Grid:
     """One row a method, sorted by accuracy; a diverged method comes last, without a mean."""
-    local = _per_user(runs["local"]) if "local" in runs else {}
+    local, accuracy = source([runs["local"]] if "local" in runs else []), asked("accuracy", list(runs.values()))
     means: dict[str, tuple[float, float | None]] = {}
     per_seed: dict[str, dict[str, float]] = {}
     for method, run in runs.items():
@@ -128,11 +123,8 @@ def method_table(runs: Mapping[str, results.Run], rounds: Mapping[str, int]) -> 
         run, cell = runs[method], tables.primary(runs[method].result)
         costs, result = run.result["costs"], run.result
         before = next((c for c in result["cells"] if c["seen"] and c["model"] == cell["model"] and c["steps"] == 0), None)
-        mine = _per_user(run)
-        better = [mine[key] > local[key] for key in mine if key in local]
-        worse = [mine[key] < local[key] for key in mine if key in local]
-        known = bool(better) and method in means and method != "local"
-        shares = f"{100 * sum(better) / len(better):.0f} / {100 * sum(worse) / len(worse):.0f}" if known else "-"
+        sides = list(against(source([run]), local, accuracy)[0].values()) if method != "local" else []
+        shares = " / ".join(f"{100 * sum(side) / len(side):.0f}" for side in zip(*sides, strict=True)) or "-"
         div = f"div {len(result['diverged'])}/{len(result['seeds'])}"
         text = tables.accuracy_text(*means[method]) if method in means else div
         rows.append(
