@@ -209,7 +209,7 @@ def variance_table(pivot: Pivot, cell: str = "accuracy", model: str | None = Non
 
 
 def _missing(pivot: Pivot, row: Label, column: Label, cell: Source, found: Components) -> list[str]:
-    """The command of the runs in which a source that is not determined is redrawn alone, as a loop of the shell."""
+    """The command of the runs in which a source that is not determined is redrawn alone, for any shell."""
     whole = [run for run in cell.runs if run.complete and "algo" in run.config]
     run = max(whole, key=lambda run: len(run.result["seeds"]), default=None)
     missing = [key for key, variance in zip(CHANCE, found.variance, strict=True) if variance is None]
@@ -217,6 +217,6 @@ def _missing(pivot: Pivot, row: Label, column: Label, cell: Source, found: Compo
         return []
     ends = [" ".join(f"{k}={run.config.get('seed', 0)}" for k in CHANCE if k != key) for key in missing]
     base = keys.command(run.config, **dict.fromkeys(CHANCE))
-    words = f"for fixed in {' '.join(map(shlex.quote, ends))}; do {base} $fixed; done"
+    words = f"printf '%s\\n' {' '.join(map(shlex.quote, ends))} | xargs -L1 {base}"
     lacking = ", ".join(CHANCE[key] for key in missing)
     return [f"-: {pivot.head(column)}, {pivot.name(row)}: {lacking}: needs runs in which it alone is redrawn: {words}"]
