@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _options(argv)
         passed: list[str] = []
-        grids = _prune(options, passed) if options.prune else _grids(options, passed)
+        grids = _prune(options, passed) if options.prune is not None else _grids(options, passed)
         write = FORMATS[options.format]
         print("\n".join(write(table) for table in grids), end="", flush=True)
         for line in passed + ([note for table in grids for note in table.notes] if options.format == "csv" else []):
