@@ -126,13 +126,16 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
 
 def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
     from perfed import prepare
+    from perfed.isolation import settings_kept
 
     cells = command.cells
     sizes: dict[Path, prepare.Size] = {}
+    done = {cell.folder for cell in cells if _finished(cell)}
     for number, cell in enumerate(cells):
         try:
-            if not _finished(cell):
-                sizes[cell.folder] = prepare.size(prepare.prepare(cell.config))
+            if cell.folder not in done:
+                with settings_kept():
+                    sizes[cell.folder] = prepare.size(prepare.prepare(cell.config))
         except UserError as error:
             if len(cells) == 1:
                 raise
@@ -141,7 +144,7 @@ def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
             continue
     names = _names(cells)
     if command.multirun:
-        print(f"perfed: {len(cells)} job{'s' * (len(cells) != 1)}{_estimate(door, command, sizes)}", flush=True)
+        print(f"perfed: {len(cells)} job{'s' * (len(cells) != 1)}{_estimate(door, command, len(done), list(sizes.values()))}", flush=True)
     if any(cell.config.plan for cell in cells):
         for cell, name in zip(cells, names, strict=True):
             if command.multirun:
@@ -165,17 +168,16 @@ def _names(cells: Sequence[Cell]) -> list[str]:
     return [f"{number} of {len(cells)}: {text}".rstrip(": ") for number, text in enumerate(words, 1)]
 
 
-def _estimate(door: FrontDoor, command: Command, sizes: Mapping[Path, Any]) -> str:
-    """``, 2 of them finished before; the others: about ...``: work and memory of the jobs that will run."""
+def _estimate(door: FrontDoor, command: Command, done: int, sizes: Sequence[Any]) -> str:
+    """``, 2 of them finished before; the others: roughly ...``: work and memory of the jobs that will run."""
     from perfed.prepare import total
 
-    done = len({cell.folder for cell in command.cells} - set(sizes))
     left = "the others" if done else "all of them"
     text = f", {done} of them finished before" if done else ""
     if not sizes or not door.cells_are_known:
         return text
     threads = max(cell.config.engine.threads for cell in command.cells)
-    return f"{text}; {left}: {total(list(sizes.values()), at_once(door.composer, command.words, threads))}"
+    return f"{text}; {left}: {total(sizes, at_once(door.composer, command.words, threads))}"
 
 
 def _sweep(door: FrontDoor, command: Command, names: Sequence[str]) -> int:
@@ -265,7 +267,7 @@ def _closing_table(cells: Sequence[Cell], reasons: Mapping[Path, str], why: str 
             run = results.load(cell.folder)
         if run.status["status"] == "RUNNING":
             run = replace(run, status={"status": "held by another process"})
-        elif not run.complete and (reason := reasons.get(cell.folder)):
+        elif "traceback" not in run.status and (reason := reasons.get(cell.folder)):
             run = replace(run, status={"error": reason, **run.status})
         run = replace(run, config=run.config or cell.config.as_dict())
         groups.setdefault(prepare.resolve(cell.config, cell.config.algo).label, []).append(run)
@@ -353,7 +355,7 @@ def _attempt(cfg: DictConfig, folder: Path, sweep: Sweep | None) -> Outcome:
         _keep(folder, traceback.format_exc())
         outcome = Outcome(FAILED, said)
     if sweep is not None and config is not None and config.fail_fast:
-        sweep.halt(f"fail_fast=true, and {label} failed")
+        sweep.halt(f"fail_fast=true, and {label.partition(':')[0]} failed")
     return outcome
 
 

@@ -23,6 +23,7 @@ from perfed.config import GROUPS, Config, absolute, conf_dir, import_plugins, pa
 from perfed.errors import UserError, nearest
 
 _OPEN = ("hydra.job.env_set", "hydra.job.env_copy", "hydra.callbacks", "hydra.sweeper", "hydra.launcher")
+_OF_LAUNCHERS = ("joblib", "submitit_local", "submitit_slurm")
 
 
 class Refused(UserError):
@@ -253,6 +254,8 @@ class FrontDoor:
             if key not in known:
                 raise UserError(key, value, f"no such group{nearest(key, known)}")
             options = self.composer.options(key)
+            if value in _OF_LAUNCHERS and value not in options:
+                raise UserError(key, value, "is an extra: pip install 'perfed[launchers]'")
             if override.value() not in (*options, None):
                 raise UserError(key, value, f"must be one of {', '.join(options)}{nearest(str(override.value()), options)}")
             return

@@ -33,14 +33,10 @@ _CUDNN = ("enabled", "benchmark", "deterministic", "allow_tf32")
 
 
 @contextmanager
-def isolated() -> Iterator[None]:
-    """What the block changes in the process is undone when it ends, and the memory of its tensors is freed, also after an exception
-    that was dealt with inside.
-
-    Undone: torch's default dtype and device, threads, gradient mode, matrix product precision, determinism, cuDNN's flags and random
+def settings_kept() -> Iterator[None]:
+    """What the block changes in the process is undone when it ends: torch's default dtype and device, threads, gradient mode, matrix product precision, determinism, cuDNN's flags and random
     generators; numpy's error handling; warning filters; environment, working and import folders; handlers of SIGINT and SIGTERM.
-    Not undone: the random generators of Python and numpy, which start anywhere in every process. Freed: reference cycles (the frames of
-    a traceback), what torch.compile made, and CUDA's cached blocks. Data sets stay cached (``perfed.data.datasets``).
+    Not undone: the random generators of Python and numpy, which start anywhere in every process.
     """
     before = [get() for get, _ in _SETTINGS]
     cudnn = {name: getattr(torch.backends.cudnn, name) for name in _CUDNN}
@@ -59,6 +55,19 @@ def isolated() -> Iterator[None]:
                 setattr(torch.backends.cudnn, name, value)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """:func:`settings_kept`; and the memory of the block's tensors is freed, also after an exception that was dealt with inside.
+
+    Freed: reference cycles (the frames of a traceback), what torch.compile made, CUDA's cached blocks. Data sets stay cached
+    (``perfed.data.datasets``).
+    """
+    try:
+        with settings_kept():
+            yield
+    finally:
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
         gc.collect()

@@ -366,7 +366,7 @@ class _Products(TorchFunctionMode):
 
 
 def total(sizes: Sequence[Size], together: int) -> str:
-    """Of the runs of a sweep, ``together`` of them at once: ``6,000 local steps of users, roughly 30 s of one CPU core; about 80 MiB``."""
+    """Of the runs of a sweep, ``together`` of them at once: ``6,000 local steps of users, roughly 30 s of one CPU core; ...``."""
     largest = sorted((s.bytes for s in sizes), reverse=True)[:together]
     each = f" for {len(largest)} at once" if len(largest) > 1 else ""
     seconds = [s.seconds for s in sizes if s.seconds is not None]

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perfed import results
+from perfed.errors import require
 from perfed.frontdoor import Cell, Composer
 
 POLL_SECONDS = 0.2
@@ -203,18 +204,26 @@ def launch(
                     yield from _one_by_one(run, some, sweep, max(1, _cores() // threads))
             else:
                 yield from run(some)
+    except KeyboardInterrupt:
+        if kind not in ("BasicLauncher", "JoblibLauncher", "LocalLauncher"):
+            print("perfed: jobs in a queue stay there; the same command shows how they ended", file=sys.stderr, flush=True)
+        raise
     finally:
         callbacks.on_multirun_end(config=config, config_name=composer.name)
 
 
 def at_once(composer: Composer, argv: Sequence[str], threads: int) -> int:
-    """How many jobs of this machine run together; 1 for launchers that use other machines."""
+    """How many jobs of this machine run together; 1 for launchers that use other machines. Raises UserError."""
     launcher = composer.tree([word for word in argv if word.startswith("hydra")]).hydra.launcher
     kind = str(launcher._target_).rpartition(".")[2]
     cores = _cores()
     if kind == "LocalLauncher":
         return max(1, cores // threads)
-    return (cores if launcher.n_jobs < 0 else max(1, launcher.n_jobs)) if kind == "JoblibLauncher" else 1
+    if kind != "JoblibLauncher":
+        return 1
+    count = launcher.n_jobs
+    require(count != 0, "hydra.launcher.n_jobs", count, "a number of processes; -1: one for each core")
+    return count if count > 0 else max(1, cores + 1 + count)
 
 
 def _cores() -> int:
@@ -322,7 +331,7 @@ def _one_by_one(
             except IndexError:
                 return
             if (halted := sweep.halted) is not None:
-                ends[i].set_result(Outcome(1, f"not run: {halted['why']}"))
+                ends[i].set_result(Outcome(1, halted["why"]))
                 continue
             try:
                 ends[i].set_result(run([cell])[0][1])
@@ -335,6 +344,6 @@ def _one_by_one(
     while waiting:
         for future in wait(waiting, POLL_SECONDS, "FIRST_COMPLETED").done:  # returns now and then, for Python to run signal handlers
             cell, outcome = waiting.pop(future), future.result()
-            status = (results.read_status(cell.folder) or {}).get("status", "")
-            print(f"perfed: job {sweep.names[cell.folder]}: {outcome.reason or status}", flush=True)
+            status = (results.read_status(cell.folder) or {}).get("status", "not run")
+            print(f"perfed: job {sweep.names[cell.folder]}: {', '.join(filter(None, (status, outcome.reason)))}", flush=True)
             yield cell, outcome
