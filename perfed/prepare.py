@@ -56,7 +56,7 @@ def prepare(config: Config) -> Prepared:
     protocol = resolve(config, config.algo)
     check(protocol, [p.test for p in partitions])
     prepared = Prepared(config, identity(config, dataset.fingerprint), dataset, partitions, initial, protocol, _NOT_YET)
-    prepared = replace(prepared, state_numbers=_state_numbers(prepared))
+    prepared = replace(prepared, state_numbers=state_numbers(prepared))
     prepared = replace(prepared, decision=_decide(prepared, device, notes))
     _fits(prepared)
     theory = tuple(config.algo.notes(_facts(prepared)))
@@ -213,13 +213,13 @@ def _population(prepared: Prepared, row: int = 0) -> Population:
     """The users of the seed in a row."""
     config, part = prepared.config, prepared.partitions[row]
     counts = torch.from_numpy(part.counts(prepared.dataset.y, len(prepared.dataset.classes)))
-    sampling = config.seed_values[row] if config.sampling_seed is None else config.sampling_seed
+    sampling = prepared.seeds[row] if config.sampling_seed is None else config.sampling_seed
     sizes, seen = torch.from_numpy(part.train.sizes), torch.from_numpy(part.seen)
     largest = max(int(p.train.sizes.max()) for p in prepared.partitions)
     return Population(part.n, _active(config, prepared.partitions), sizes, counts, seen, sampling, largest)
 
 
-def _state_numbers(prepared: Prepared) -> tuple[int, int]:
+def state_numbers(prepared: Prepared) -> tuple[int, int]:
     """Numbers that one seed keeps from round to round: (the server's, all users'). Raises UserError where a method refuses its users."""
     config = prepared.config
     population = _population(prepared)
@@ -297,7 +297,7 @@ def federation(prepared: Prepared) -> Federation:
     pool: Pool = make_pool(data.x, data.y, data.offset, data.scale, prepared.decision.device, dtype)
     task = _task(prepared)
     seeds = []
-    for seed, partition in zip(config.seed_values, prepared.partitions, strict=True):
+    for seed, partition in zip(prepared.seeds, prepared.partitions, strict=True):
         sampling = seed if config.sampling_seed is None else config.sampling_seed
         seeds.append(SeedData(partition, np.nonzero(partition.seen)[0], sampling))
     return Federation(
@@ -313,6 +313,13 @@ def federation(prepared: Prepared) -> Federation:
         compiled=prepared.decision.compiled,
         state_device=prepared.decision.state_device,
     )
+
+
+def only(prepared: Prepared, seeds: Sequence[int]) -> Prepared:
+    """The same for some of the seeds of a run."""
+    rows = [prepared.seeds.index(seed) for seed in seeds]
+    partitions, initial = ([part[row] for row in rows] for part in (prepared.partitions, prepared.initial))
+    return replace(prepared, chosen=tuple(seeds), partitions=partitions, initial=initial)
 
 
 class Size(NamedTuple):

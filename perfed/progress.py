@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TextIO
 
 LINE_EVERY_SECONDS = 15.0
@@ -29,11 +30,16 @@ class Progress:
 
     def say(self, text: str) -> None:
         """One line on stderr and in the log."""
-        self.log.write(text + "\n")
+        self.note(text)
         if self.mode == "bar" and self.bar is not None:
             self.bar.write(text, file=sys.stderr)
         elif self.mode != "off":
             print(text, file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """One line in the log alone."""
+        with suppress(OSError):  # a full disk: what is not written stays in the buffer, and the run goes on
+            self.log.write(text + "\n")
 
     def scored(self, accuracy: str) -> None:
         """What the last evaluation gave."""

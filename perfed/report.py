@@ -130,7 +130,12 @@ def _provenance(run: Run) -> list[str]:
     path = run.folder / "provenance.json"
     if not path.is_file():
         return []
-    return ["## Made with\n\n" + "".join(f"- {key}: {show(value)}\n" for key, value in tables.flat(results.read_json(path) or {}).items())]
+    made = results.read_json(path) or {}
+    origin = "".join(f"- {line}\n" for line in made.pop("origin", []))
+    return [
+        *([f"## Origin\n\nNot computed by one unbroken run:\n\n{origin}"] if origin else []),
+        "## Made with\n\n" + "".join(f"- {key}: {show(value)}\n" for key, value in tables.flat(made).items()),
+    ]
 
 
 # ---------------------------------------------------------------- the command

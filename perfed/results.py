@@ -129,14 +129,16 @@ def _holder(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def atomic(path: Path | str) -> Iterator[Path]:
+def atomic(path: Path | str, keep_as: Path | None = None) -> Iterator[Path]:
     """Yields a temporary path in the same folder, with the same suffix; what is written there replaces ``path`` when the block ends well,
-    and vanishes when it fails."""
+    and vanishes when it fails. ``keep_as``: what a file that was at ``path`` is renamed to, once the new one is safe on disk."""
     path = Path(path)
     temporary = path.with_name(f"{TEMPORARY}{os.getpid()}-{path.name}")
     try:
         yield temporary
         _sync(temporary)
+        if keep_as is not None and path.exists():
+            os.replace(path, keep_as)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

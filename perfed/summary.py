@@ -39,6 +39,12 @@ class Prepared:
     decision: Decision
     state_numbers: tuple[int, int] = (0, 0)  # that one seed keeps from round to round: the server's, all users'
     theory: tuple[str, ...] = ()  # what the method says of its hyper-parameters
+    chosen: tuple[int, ...] | None = None  # the seeds that are computed; None: all
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds that ``partitions`` and ``initial`` are of."""
+        return self.config.seed_values if self.chosen is None else self.chosen
 
 
 def primary(prepared: Prepared, models: tuple[str, ...]) -> dict[str, Any]:
@@ -213,7 +219,7 @@ def provenance(prepared: Prepared) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: installed(name) for name in ("torch", "numpy", "pandas", "hydra-core", "omegaconf")},
         "device": str(decision.device),
-        "processor": torch.cuda.get_device_name(decision.device) if decision.device.type == "cuda" else _cpu(),
+        "processor": processor(decision.device),
         "threads": torch.get_num_threads(),
         "backend": decision.backend,
         "compiled": decision.compiled,
@@ -223,7 +229,10 @@ def provenance(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
+def processor(device: torch.device) -> str:
+    """Name of the GPU, or of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         with open("/proc/cpuinfo") as file:
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))

@@ -7,12 +7,10 @@
 from __future__ import annotations
 
 import shutil
-import signal
-import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,15 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perfed import checkpoint, results, stats, tables
+from perfed import checkpoint, donors, results, resume, stats, tables
 from perfed.config import Config, absolute
 from perfed.device import compiler_works
 from perfed.errors import UserError, require
 from perfed.evaluate import Scores, adapted_models, judge, validate
 from perfed.federate import Federation
 from perfed.identity import identity
-from perfed.prepare import federation, prepare
+from perfed.prepare import federation, only, prepare
 from perfed.progress import Progress
+from perfed.resume import Start
+from perfed.signals import Interrupted, Signals
 from perfed.summary import Prepared, provenance, summary, user_rows
 from perfed.types import Params
 
@@ -96,45 +96,6 @@ class UserModel:
 # ---------------------------------------------------------------- a run
 
 
-class Interrupted(KeyboardInterrupt):
-    """A signal ended the run between two rounds; everything computed was kept. ``number``: the signal."""
-
-    def __init__(self, number: int):
-        self.number = number
-        super().__init__(f"signal {number}")
-
-
-class _Signals:
-    """SIGINT and SIGTERM wait for the end of the round; a second one does not."""
-
-    def __init__(self):
-        self.number: int | None = None
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, self._caught) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def _caught(self, number: int, frame: Any) -> None:
-        if self.number is not None:
-            raise Interrupted(number)
-        self.number = number
-
-    def ignore(self) -> None:
-        """From now on signals are too late: what was computed is being stored."""
-        for number in self._old:
-            signal.signal(number, signal.SIG_IGN)
-
-    def check(self) -> None:
-        if self.number is not None:
-            raise Interrupted(self.number)
-
-
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """Run with so many CPU threads."""
@@ -150,9 +111,9 @@ def run(config: Config, folder: Path | str | None = None, quiet: bool = False) -
     """Run an experiment, or show the stored one when ``folder`` already holds it.
 
     folder: default ``outputs/<readable>-<hash12>``. quiet: one of several runs on a terminal; progress goes to the log alone,
-    unless progress=lines was asked for. Raises UserError before anything is written when the configuration
-    does not fit; results.Held when another process holds the folder. An interrupted run keeps its state and its numbers, and
-    goes on from there when it is started again.
+    unless progress=lines was asked for. Raises UserError before anything is written when the configuration does not fit;
+    results.Held when another process holds the folder. A run that was interrupted, or killed, goes on from its last stored state
+    when it is started again, and one that differs from a stored run in rounds or seeds computes only what is new.
     """
     started = time.perf_counter()
     who = identity(config)
@@ -162,7 +123,7 @@ def run(config: Config, folder: Path | str | None = None, quiet: bool = False) -
     if before is not None:
         return before
     prepared = prepare(config)
-    with results.Claim(folder), threads(config.engine.threads), _Signals() as signals:
+    with results.Claim(folder), threads(config.engine.threads), Signals() as signals:
         before = _finished(folder) if not config.force else None  # another process may have ended it meanwhile
         if before is not None:
             return before
@@ -191,64 +152,114 @@ def _finished(folder: Path) -> Result | None:
     return Result(folder, "finished before", tables.plain(tables.run_table(stored.result))) if stored.complete else None
 
 
-def _run(prepared: Prepared, folder: Path, log: TextIO, signals: _Signals, started: float, quiet: bool) -> Result:
-    if prepared.decision.compiled and (problem := compiler_works(prepared.decision.device.type)):
-        notes = (*prepared.decision.notes, f"warning: not compiled: {problem}")
-        prepared = replace(prepared, decision=replace(prepared.decision, compiled=False, notes=notes))
+def _run(prepared: Prepared, folder: Path, log: TextIO, signals: Signals, started: float, quiet: bool) -> Result:
     config, who = prepared.config, prepared.identity
+    start = _compilable(resume.begin(prepared, folder))
+    if start.stored is None and not config.force:
+        start = donors.look(start, folder)
+    signals.check()  # a signal reaches the compiler's processes too: what they failed at says nothing
+    prepared = start.prepared
     results.write_text(folder / "config.yaml", stored_yaml(config))
     results.write_status(folder, "RUNNING", identity=who.hash)
     for seed, partition in zip(config.seed_values, prepared.partitions, strict=True):
         partition.save(folder / f"partition-seed{seed}.npz")
-    results.write_json(folder / "provenance.json", provenance(prepared))
     mode = "off" if quiet and config.progress != "lines" else config.progress
-    progress = Progress(config.rounds, mode, log, prepared.decision.notes)
-    fed = federation(prepared)
+    progress = Progress(config.rounds, mode, log, (*prepared.decision.notes, *start.lines))
+    now = only(prepared, start.seeds)  # what is computed now: all seeds, or those that a donor lacks
+    fed = federation(now)
     rows: list[dict[str, Any]] = []
-    clock = {"prepare": time.perf_counter() - started, "compile": 0.0, "train": 0.0, "evaluate": 0.0}
-    stored = None if config.force else checkpoint.restore(folder / "state.pt", fed, who.hash)
-    if stored is not None:
-        rows = stored[0]
-        clock = stored[1] | {name: value + stored[1][name] for name, value in clock.items()}
-        progress.say(f"resumed after round {fed.k}")
+    clock = {"prepare": time.perf_counter() - started, "compile": 0.0, "train": 0.0, "evaluate": 0.0, "checkpoint": 0.0}
+    if start.stored is not None:
+        rows = start.restore(fed, folder)
+        clock = start.clock | {name: value + start.clock.get(name, 0.0) for name, value in clock.items()}
+    results.write_json(folder / "provenance.json", provenance(prepared) | start.origin)
     warm = not prepared.decision.compiled
     scores: Scores | None = None
     whole = fed.snapshot(), len(rows)
+    schedule = checkpoint.Schedule(config.checkpoint_every, checkpoint.size(fed))
     try:
-        while fed.k < config.rounds and not bool((fed.diverged >= 0).all()):
+        while fed.k < config.rounds and (start.donor is not None or not bool((fed.diverged >= 0).all())):
             whole = fed.snapshot(), len(rows)
             signals.check()
+            if schedule.due():
+                _keep(folder, fed, rows, clock, start, progress, schedule)
+                signals.check()
             tick = time.perf_counter()
-            fed.round()
-            if fed.device.type == "cuda":
-                torch.cuda.synchronize(fed.device)
-            clock["train" if warm else "compile"] += time.perf_counter() - tick
-            if not warm and fed.warning:
-                progress.say(fed.warning)
-            warm = True
-            if fed.k % config.eval_every == 0 or fed.k == config.rounds:
-                clock[f"train until round {fed.k}"] = clock["train"]
-                scores = _measure(fed, prepared, rows, clock)
-                progress.scored(_headline(rows, scores))
+            with signals.cuttable():
+                fed.round()
+                if fed.device.type == "cuda":
+                    torch.cuda.synchronize(fed.device)
+                if not warm and fed.warning:
+                    signals.check()  # a compiler that the signal reached too: this round is undone
+                    progress.say(start.not_compiled(fed.warning))
+                    results.write_json(folder / "provenance.json", provenance(prepared) | start.origin)
+                clock["train" if warm else "compile"] += time.perf_counter() - tick
+                warm = True
+                if fed.k % config.eval_every == 0 and fed.k < config.rounds:
+                    clock[f"train until round {fed.k}"] = clock["train"]
+                    scores = _measure(fed, now, rows, clock)
+                    progress.scored(_headline(rows, scores))
             progress.round(fed.k)
+        rows[:] = [row for row in rows if scores is not None or row["round"] != fed.k]  # an evaluation whose scores are not at hand
         whole = fed.snapshot(), len(rows)
         signals.check()
-        if scores is None or rows[-1]["round"] != fed.k:
-            rows[:] = [row for row in rows if row["round"] != fed.k]  # stored by a run that was interrupted after its last round
-            scores = _measure(fed, prepared, rows, clock)
-        return _write(prepared, folder, fed, scores, rows, clock, progress)
+        if fed.k > start.begun and schedule.affordable():
+            _keep(folder, fed, rows, clock, start, progress, schedule)
+        if start.donor is not None:
+            fed, rows, clock = donors.joined(start, fed, rows, clock)
+            rows = [row for row in rows if row["round"] != fed.k]  # all seeds are scored together
+            start.donor, start.seeds, now, scores = None, config.seed_values, prepared, None
+            whole = fed.snapshot(), len(rows)
+        with signals.cuttable():
+            if scores is None or rows[-1]["round"] != fed.k:
+                clock[f"train until round {fed.k}"] = clock["train"]
+                scores = _measure(fed, now, rows, clock)
+                progress.scored(_headline(rows, scores))
+            return _write(folder, fed, scores, rows, clock, start, progress)
     except Interrupted:
         signals.ignore()
         fed.go_back(whole[0])
         del rows[whole[1] :]
-        checkpoint.save(folder / "state.pt", fed, who.hash, rows, clock)
-        _write_rounds(folder, rows)
-        results.write_status(folder, "INTERRUPTED", identity=who.hash, round=fed.k)
+        _keep(folder, fed, rows, clock, start, progress, schedule)
+        with suppress(OSError):  # a full disk: RUNNING without a live process reads as INTERRUPTED
+            _write_rounds(folder, rows)
+            results.write_status(folder, "INTERRUPTED", identity=who.hash, round=fed.k)
         again = "the same command without force=true" if config.force else "the same command"
         progress.say(f"interrupted after round {fed.k} of {config.rounds}; {again} goes on from there")
         raise
     finally:
         progress.close()
+
+
+def _compilable(start: Start) -> Start:
+    """The same without compiling where this machine cannot; refused where the stored state was computed by compiled steps."""
+    decision = start.prepared.decision
+    if not decision.compiled or not (problem := compiler_works(decision.device.type)):
+        return start
+    if start.binding:
+        raise resume.refusal("compiled", False, True, f" (now: {problem})")
+    notes = (*decision.notes, f"warning: not compiled: {problem}")
+    return replace(start, prepared=replace(start.prepared, decision=replace(decision, compiled=False, notes=notes)))
+
+
+def _keep(
+    folder: Path,
+    fed: Federation,
+    rows: list[dict[str, Any]],
+    clock: dict[str, float],
+    start: Start,
+    progress: Progress,
+    schedule: checkpoint.Schedule,
+) -> None:
+    """Store a checkpoint. A disk that does not take it costs a warning, not the run."""
+    tick = schedule.now()
+    stored = checkpoint.content(fed, start.prepared.identity.hash, rows, **start.marks(fed), clock=clock)
+    try:
+        checkpoint.save(folder / checkpoint.STATE, stored, keep_as=folder / checkpoint.PREVIOUS)
+        progress.note(f"stored the state after round {fed.k}")
+    except (OSError, RuntimeError) as error:  # torch's own writer raises the second
+        progress.say(f"warning: the state after round {fed.k} could not be stored: {' '.join(str(error).split())}")
+    clock["checkpoint"] += schedule.saved(tick)
 
 
 def stored_yaml(config: Config) -> str:
@@ -267,7 +278,7 @@ def _measure(fed: Federation, prepared: Prepared, rows: list[dict[str, Any]], cl
     scores = judge(fed, prepared.protocol)
     measured = fed.diagnose()
     held = validate(fed, prepared.protocol).correct if prepared.config.split.val > 0 else None
-    for s, seed in enumerate(prepared.config.seed_values):
+    for s, seed in enumerate(prepared.seeds):
         known = prepared.partitions[s].seen
         cost = fed.costs[s]
         for seen in (True, False) if not known.all() else (True,):
@@ -316,32 +327,32 @@ def _write_rounds(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _write(
-    prepared: Prepared,
     folder: Path,
     fed: Federation,
     scores: Scores,
     rows: list[dict[str, Any]],
     clock: dict[str, float],
+    start: Start,
     progress: Progress,
 ) -> Result:
-    """Everything a finished run leaves behind; the status comes last."""
+    """Everything a finished run leaves behind: the final state first, from which the rest can be made again; the status last."""
     from perfed.report import write_report
 
     progress.close()
+    prepared = start.prepared
+    checkpoint.save(folder / checkpoint.FINAL, checkpoint.content(fed, prepared.identity.hash, rows, **start.marks(fed)))
+    timing = [{"what": name, "value": round(value, 3), "unit": "s"} for name, value in clock.items()]
+    timing.append({"what": "peak memory", "value": round(_peak_memory(fed.device), 1), "unit": "MiB"})
+    results.write_csv(folder / "timing.csv", timing, ["what", "value", "unit"])
     result = summary(prepared, fed, scores, rows)
     _write_rounds(folder, rows)
     results.write_csv(folder / "users.csv", user_rows(prepared, scores, fed.times_sampled), results.USERS)
-    checkpoint.save(folder / "final.pt", fed, prepared.identity.hash, [], {})
     results.write_json(folder / "result.json", result)
-    peak = _peak_memory(fed.device)
-    timing = [{"what": name, "value": round(value, 3), "unit": "s"} for name, value in clock.items()]
-    timing.append({"what": "peak memory", "value": round(peak, 1), "unit": "MiB"})
-    results.write_csv(folder / "timing.csv", timing, ["what", "value", "unit"])
     for line in write_report(folder, prepared.config.pictures):
         progress.say("warning: " + line)
-    (folder / "state.pt").unlink(missing_ok=True)
+    resume.clear(folder)
     status = "DIVERGED" if result["diverged"] else "DONE"
-    results.write_status(folder, status, identity=prepared.identity.hash, rounds=fed.k)
+    results.write_status(folder, status, identity=prepared.identity.hash, rounds=fed.k, family=donors.family(prepared))
     return Result(folder, status, tables.plain(tables.run_table(result)))
 
 
@@ -378,8 +389,8 @@ def rebuild(folder: Path | str, config: Config | None = None) -> tuple[Federatio
     digests = {str(s): p.digest() for s, p in zip(own.seed_values, prepared.partitions, strict=True)}
     require(digests == stored.result["partition_digest"], "run", folder, "the split of the data is not the one of this run")
     fed = federation(prepared)
-    found = checkpoint.restore(folder / "final.pt", fed, stored.result["identity"])
-    require(found is not None, "run", folder, "final.pt is missing")
+    found = checkpoint.restore(folder / checkpoint.FINAL, fed, stored.result["identity"])
+    require(found, "run", folder, "final.pt is missing")
     return fed, prepared
 
 

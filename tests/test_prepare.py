@@ -52,7 +52,7 @@ def test_scaffold_with_option_one_takes_any_local_optimizer():
 def test_the_memory_of_users_state_is_counted():
     """Of n users, d numbers each, for every seed: FedAvg keeps none, Ditto d (and a counter), ADMM 2 d."""
     d = tree.numel(ready().initial[0])
-    kept = {name: prepare._state_numbers(ready(f"algo={name}"))[1] for name in ("fedavg", "ditto", "admm")}
+    kept = {name: prepare.state_numbers(ready(f"algo={name}"))[1] for name in ("fedavg", "ditto", "admm")}
     assert kept == {"fedavg": 0, "ditto": 6 * (d + 1), "admm": 6 * (2 * d + 1)}
     here, parked = prepare.needed_bytes(ready("algo=admm"))
     assert parked == 2 * 4 * 6 * (2 * d + 1) and here > 0
