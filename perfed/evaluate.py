@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from perfed import tree
+from perfed.binding import Method
 from perfed.data.partition import Owned
 from perfed.data.sampling import Draw, key, permuted
 from perfed.errors import UserError
@@ -121,22 +122,23 @@ def _chunk(fed: Federation, protocol: Protocol, tests: list[Owned], lanes: Lanes
     """{model: (correct, loss)}, each [L, steps], for some lanes."""
     size = len(lanes.user)
     seed, user = (torch.from_numpy(part).to(fed.device) for part in lanes)
-    models = fed.map(fed.algo.candidates, size, tree.at(shown, seed), fed.users_at(seed, user))
+    own = fed.own(lanes.seed)
+    models = fed.map(lambda m, server, user: m.algo.candidates(server, user), size, own, tree.at(shown, seed), fed.users_at(seed, user))
     sums = {name: torch.zeros(2, size, len(protocol.steps), dtype=torch.float64) for name in models}
     fixed = None if protocol.support is not None else _scored(fed, tests, lanes, None)
     for repeat in range(protocol.repeats):
         support = _support(fed, protocol, tests, lanes, repeat)
         x, y, weight = fixed or _scored(fed, tests, lanes, support)
         for name, params in models.items():
-            carry = fed.map(lambda p: fed.algo.adapt_init(fed.task, p), size, params)
+            carry = fed.map(lambda m, p: m.algo.adapt_init(m.task, p), size, own, params)
             for t in range(max(protocol.steps) + 1):
                 if t in protocol.steps and (t > 0 or repeat == 0 or support is not None):
                     at = protocol.steps.index(t)
                     again = protocol.repeats if t == 0 and support is None else 1  # not adapted: every repeat is the same
-                    sums[name][:, :, at] += again * _score(fed, carry, x, y, weight).cpu()
+                    sums[name][:, :, at] += again * _score(fed, own, carry, x, y, weight).cpu()
                 if t < max(protocol.steps):
                     batch = _adaptation(fed, protocol, tests, lanes, support, repeat, t)
-                    carry = fed.map(lambda c, b: fed.algo.adapt_step(fed.task, c, b, protocol.lr), size, carry, batch)
+                    carry = fed.map(lambda m, c, b: m.algo.adapt_step(m.task, c, b, m.adapt_lr(protocol.lr)), size, own, carry, batch)
     return {name: tuple((total / protocol.repeats).numpy()) for name, total in sums.items()}
 
 
@@ -145,13 +147,13 @@ def adapted_models(fed: Federation, protocol: Protocol, s: int, user: int, steps
     lanes = Lanes(np.array([s]), np.array([user]))
     tests = [d.partition.test for d in fed.data]
     support = _support(fed, protocol, tests, lanes, 0)
-    out = {}
-    for name, params in fed.algo.candidates(tree.at(fed.shown(), s), fed.users_at(s, user)).items():
-        carry = fed.algo.adapt_init(fed.task, params)
+    out, m = {}, fed.method(s)
+    for name, params in m.algo.candidates(tree.at(fed.shown(), s), fed.users_at(s, user)).items():
+        carry = m.algo.adapt_init(m.task, params)
         for t in range(steps):
             batch = tree.at(_adaptation(fed, protocol, tests, lanes, support, 0, t), 0)
-            carry = fed.algo.adapt_step(fed.task, carry, batch, protocol.lr)
-        out[name] = fed.algo.adapted(carry)
+            carry = m.algo.adapt_step(m.task, carry, batch, m.adapt_lr(protocol.lr))
+        out[name] = m.algo.adapted(carry)
     return out
 
 
@@ -204,15 +206,15 @@ def _adaptation(
     return fed.pool.batch(torch.from_numpy(index).to(fed.device), torch.from_numpy(weight).to(fed.device, fed.dtype))
 
 
-def _score(fed: Federation, carry: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+def _score(fed: Federation, own: dict[str, Tensor], carry: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     """[2, L] float64: share of correct predictions and mean loss."""
 
-    def one(carry: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        scores = fed.task.model.apply(fed.algo.adapted(carry), x)
-        losses = fed.task.model.losses(scores, y)
+    def one(m: Method, carry: Tree, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        scores = m.task.model.apply(m.algo.adapted(carry), x)
+        losses = m.task.model.losses(scores, y)
         # A score that is not finite predicts nothing: the argmax of NaN would be class 0.
         hits = ((scores.argmax(-1) == y) & torch.isfinite(scores).all(-1)).to(weight)
         return torch.stack([(weight * hits).sum(), (weight * losses).sum(), weight.sum()])
 
-    hits, losses, counts = fed.map(one, len(y), carry, x, y, weight).to(torch.float64).T  # counts of examples are exact
+    hits, losses, counts = fed.map(one, len(y), own, carry, x, y, weight).to(torch.float64).T  # counts of examples are exact
     return torch.stack([hits, losses]) / counts

@@ -7,6 +7,8 @@ seed and is mapped over lanes here, by one of two backends that run the same alg
     loop   one call per lane, without padding: the readable reference, and faster for models that gain nothing from vmap
 
 Indices are drawn on the host (``perfed.data.sampling``); nothing else is random.
+
+The rows of the leading axis are seeds, or (trial, seed) where float hyper-parameters differ between rows (``varying``).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.func import vmap
 
 from perfed import tree
 from perfed.algorithms.base import Algorithm, Down, Population, Task
+from perfed.binding import Method, Varies, bind
 from perfed.data.partition import Owned, Partition
 from perfed.data.sampling import Draw, cohort, draw, key, permuted, uniforms
 from perfed.device import keep_freed_memory
@@ -127,7 +130,8 @@ def positions(
 class Federation:
     """The state of a simulation and how to advance it.
 
-    ``initial`` holds the initial parameters of each seed; ``classes`` the number of labels. Public state: ``state`` (its
+    ``initial`` holds the initial parameters of each seed; ``classes`` the number of labels; ``varying`` the values of float
+    hyper-parameters in which the rows differ, by key (see :mod:`perfed.binding`), one number a row. Public state: ``state`` (its
     tensors lead with S), ``k`` rounds done, ``costs`` per seed, ``times_sampled`` [S, N] (rounds in which a user stepped),
     ``diverged`` [S] (round or -1).
     """
@@ -143,6 +147,7 @@ class Federation:
     chunk: int | None = None
     compiled: bool = False
     state_device: torch.device | None = None  # where the users' state lies; None: with everything else
+    varying: dict[str, list[float]] = field(default_factory=dict)
 
     k: int = field(default=0, init=False)
     warning: str | None = field(default=None, init=False)  # why a compiled step was given up
@@ -153,6 +158,11 @@ class Federation:
         self.device = self.pool.y.device
         self.state_device = self.state_device or self.device
         self.dtype = self.pool.scale.dtype
+        whole = Method(self.algo, self.task)
+        self._each = [bind(whole, {key: values[s] for key, values in self.varying.items()}) for s in range(len(self.data))]
+        self._own = {key: torch.tensor(values, dtype=self.dtype, device=self.device) for key, values in self.varying.items()}
+        self._common = bind(whole, {key: Varies(key) for key in self.varying})
+        self.algo, self.task = self._common.algo, self._common.task
         self.train = [d.partition.train for d in self.data]
         labels = self.pool.y.cpu().numpy()
         self.counts = torch.from_numpy(np.stack([d.partition.counts(labels, self.classes) for d in self.data]))
@@ -190,7 +200,7 @@ class Federation:
             members = torch.zeros(self.sizes.shape[1], dtype=torch.bool)
             members[d.members] = True
             who = Population(self.sizes.shape[1], self.active, self.sizes[s], self.counts[s], members, d.sampling, int(self.sizes.max()))
-            one = self.algo.init(self.task, p, who)
+            one = self._each[s].algo.init(self._each[s].task, p, who)
             servers.append(one.server)
             if s == 0:
                 users = tree.map(lambda t: torch.empty((count, *t.shape), dtype=t.dtype, device=self.state_device), one.users)
@@ -205,22 +215,35 @@ class Federation:
 
     def shown(self) -> Tree:
         """What the method shows of the server to those who judge it; leads with S."""
-        return self.map_method("shown", len(self.data), self.state.server)
+        return self.map_method("shown", len(self.data), self._own, self.state.server)
 
     # --- mapping over lanes
 
-    def map(self, f: Callable[..., Tree], size: int, *trees: Tree) -> Tree:
-        """f on each of ``size`` lanes; the tensors of ``trees`` lead with L, and so do those of the result."""
-        if self.backend == "loop":
-            return tree.stack([f(*tree.at(trees, i)) for i in range(size)])
-        if size == 1:  # spares the dispatch of vmap
-            return tree.map(lambda t: t[None], f(*tree.at(trees, 0)))
-        return vmap(lambda _, *args: f(*args))(torch.arange(size, device=self.device), *trees)
+    def own(self, rows: np.ndarray) -> dict[str, Tensor]:
+        """The values of the hyper-parameters in which rows differ, for lanes of these rows [L]; {} where there are none."""
+        if not self._own:
+            return {}
+        at = torch.from_numpy(rows).to(self.device)
+        return {key: values[at] for key, values in self._own.items()}
 
-    def map_method(self, name: str, size: int, *trees: Tree) -> Tree:
+    def method(self, row: int) -> Method:
+        """The method of one row, with numbers."""
+        return self._each[row]
+
+    def map(self, f: Callable[..., Tree], size: int, own: dict[str, Tensor], *trees: Tree) -> Tree:
+        """f(method, ...) on each of ``size`` lanes; the tensors of ``own`` and ``trees`` lead with L, and so do those of the result."""
+        if self.backend == "loop":
+            mine = [bind(self._common, {key: float(values[i]) for key, values in own.items()}) for i in range(size)]
+            return tree.stack([f(mine[i], *tree.at(trees, i)) for i in range(size)])
+        if size == 1:  # spares the dispatch of vmap
+            return tree.map(lambda t: t[None], f(bind(self._common, tree.at(own, 0)), *tree.at(trees, 0)))
+        return vmap(lambda _, own, *args: f(bind(self._common, own), *args))(torch.arange(size, device=self.device), own, *trees)
+
+    def map_method(self, name: str, size: int, own: dict[str, Tensor], *trees: Tree) -> Tree:
         """A method that takes trees alone. The defaults only rearrange trees, so they take all lanes at once, as they are."""
-        method = self.algo.method(name)
-        return method(*trees) if self.algo.is_default(name) else self.map(method, size, *trees)
+        if self.algo.is_default(name):
+            return self.algo.method(name)(*trees)
+        return self.map(lambda m, *args: m.algo.method(name)(*args), size, own, *trees)
 
     def info(self, lanes: Lanes, k: int) -> dict[str, Tensor]:
         """The tensors of Info for each lane, [L, ...]."""
@@ -245,14 +268,22 @@ class Federation:
 
     # --- one local step of a chunk of lanes
 
-    def _step(self, local: Tree, index: dict[str, Tensor], weight: dict[str, Tensor], info: dict[str, Tensor], live: Tensor | None) -> Tree:
+    def _step(
+        self,
+        local: Tree,
+        index: dict[str, Tensor],
+        weight: dict[str, Tensor],
+        info: dict[str, Tensor],
+        live: Tensor | None,
+        own: dict[str, Tensor] | None = None,
+    ) -> Tree:
         batches = {role: self.pool.batch(index[role], weight[role]) for role in index}
 
-        def one(local: Tree, batches: dict[str, Batch], info: dict[str, Tensor]) -> Tree:
+        def one(m: Method, local: Tree, batches: dict[str, Batch], info: dict[str, Tensor]) -> Tree:
             batches = {role: self._trimmed(b) for role, b in batches.items()}
-            return self.algo.step(self.task, local, batches, self._info(info))
+            return m.algo.step(m.task, local, batches, self._info(info))
 
-        new = self.map(one, len(info["user"]), local, batches, info)
+        new = self.map(one, len(info["user"]), own or {}, local, batches, info)
         return new if live is None else tree.where(live, new, local)
 
     def _guarded(self, *arguments: Any) -> Tree:
@@ -340,7 +371,8 @@ class Federation:
         replies = self._aggregate(tree.map(of_reports, uploads), tree.map(of_reports, info))
         if tree.leaves(users):
             kept = tree.at(users, rows.flatten())
-            settled = self.map_method("settle", rows.numel(), kept, tree.map(lambda t: t.flatten(0, 1), replies))
+            own = self.own(lanes.seed[chosen.ravel()])
+            settled = self.map_method("settle", rows.numel(), own, kept, tree.map(lambda t: t.flatten(0, 1), replies))
             users = settled if rows.numel() == count else tree.put(users, (rows.flatten(),), settled)
             where = tuple(torch.from_numpy(part) for part in lanes)
             old = tree.map(lambda t: t[tuple(i.to(t.device) for i in where)], self.state.users)
@@ -354,20 +386,20 @@ class Federation:
         """What each lane gets, leading with L."""
         size, seeds = len(lanes.user), len(self.data)
         seed = torch.from_numpy(lanes.seed).to(self.device)
-        down = self.map_method("broadcast", seeds, self.state.server)
+        down = self.map_method("broadcast", seeds, self._own, self.state.server)
         # One seed: all lanes get the same, and a view is enough.
         down = tree.map(lambda t: t.expand(size, *t.shape[1:]) if seeds == 1 else t.index_select(0, seed), down)
         if self.algo.is_default("unicast"):
             return down
         each = tree.map(lambda t: t.unflatten(0, (seeds, -1)), info)
-        own = self.map(lambda server, cohort: self.algo.unicast(server, self._info(cohort)), seeds, self.state.server, each)
-        return Down(down, tree.map(lambda t: t.flatten(0, 1), own)) if tree.leaves(own) else down
+        each = self.map(lambda m, server, cohort: m.algo.unicast(server, self._info(cohort)), seeds, self._own, self.state.server, each)
+        return Down(down, tree.map(lambda t: t.flatten(0, 1), each)) if tree.leaves(each) else down
 
     def _users(self, down: Tree, lanes: Lanes, info: dict[str, Tensor], k: int) -> tuple[Tree, Tree, Tensor]:
         """receive, step, send for some lanes: (uploads, users, steps taken)."""
         size, seed, user = len(lanes.user), torch.from_numpy(lanes.seed), torch.from_numpy(lanes.user)
-        kept = self.users_at(seed, user)
-        local = self._receive(down, kept, info, lanes)
+        kept, own = self.users_at(seed, user), self.own(lanes.seed)
+        local = self._receive(down, kept, info, lanes, own)
         if self.compiled:
             local = tree.map(lambda t: t.clone(memory_format=torch.contiguous_format), local)
         steps = self.algo.local_steps(self._info(info))
@@ -380,25 +412,29 @@ class Federation:
         for t in range(horizon):
             here = {**info, "step": at[t]}
             live = None if alike else t < steps
-            local = self._guarded(local, {r: v[t] for r, v in index.items()}, {r: v[t] for r, v in weight.items()}, here, live)
+            local = self._guarded(local, {r: v[t] for r, v in index.items()}, {r: v[t] for r, v in weight.items()}, here, live, own)
             self.step_calls += 1 if self.backend == "vmap" else size
         if self.algo.is_default("send"):  # it only rearranges trees, so it takes all lanes at once, as they are
             upload, kept = self.algo.send(self.task, down, kept, local, self._info(info))
         else:
-            upload, kept = self.map(lambda d, u, x, i: self.algo.send(self.task, d, u, x, self._info(i)), size, down, kept, local, info)
+
+            def sent(m: Method, down: Tree, user: Tree, local: Tree, info: dict[str, Tensor]) -> tuple[Tree, Tree]:
+                return m.algo.send(m.task, down, user, local, self._info(info))
+
+            upload, kept = self.map(sent, size, own, down, kept, local, info)
         return upload, kept, torch.as_tensor(steps, device=self.device).expand(size)
 
-    def _receive(self, down: Tree, kept: Tree, info: dict[str, Tensor], lanes: Lanes) -> Tree:
-        size = len(lanes.user)
+    def _receive(self, down: Tree, kept: Tree, info: dict[str, Tensor], lanes: Lanes, own: dict[str, Tensor] | None = None) -> Tree:
+        size, own = len(lanes.user), own or {}
         if self.algo.is_default("receive") and self.task.local.stateless:
             return self.algo.receive(self.task, down, kept, self._info(info))  # likewise
         if not self.algo.full_data:
-            return self.map(lambda d, u, i: self.algo.receive(self.task, d, u, self._info(i)), size, down, kept, info)
+            return self.map(lambda m, d, u, i: m.algo.receive(m.task, d, u, self._info(i)), size, own, down, kept, info)
 
-        def one(down: Tree, user: Tree, info: dict[str, Tensor], full: Batch) -> Tree:
-            return self.algo.receive(self.task, down, user, self._info(info), self._trimmed(full))
+        def one(m: Method, down: Tree, user: Tree, info: dict[str, Tensor], full: Batch) -> Tree:
+            return m.algo.receive(m.task, down, user, self._info(info), self._trimmed(full))
 
-        return self.map(one, size, down, kept, info, self.everything(lanes))
+        return self.map(one, size, own, down, kept, info, self.everything(lanes))
 
     def _trimmed(self, batch: Batch) -> Batch:
         """Without the padding, which is last, where lanes are computed one by one."""
@@ -407,10 +443,10 @@ class Federation:
     def _aggregate(self, uploads: Tree, info: dict[str, Tensor]) -> Tree:
         """Uploads lead with [S, R]; sets the server and returns the replies."""
 
-        def one(server: Tree, uploads: Tree, info: dict[str, Tensor]) -> tuple[Tree, Tree]:
-            return self.algo.aggregate(self.task, server, uploads, self._info(info))
+        def one(m: Method, server: Tree, uploads: Tree, info: dict[str, Tensor]) -> tuple[Tree, Tree]:
+            return m.algo.aggregate(m.task, server, uploads, self._info(info))
 
-        server, replies = self.map(one, len(self.data), self.state.server, uploads, info)
+        server, replies = self.map(one, len(self.data), self._own, self.state.server, uploads, info)
         self.state = self.state._replace(server=server)
         return replies
 
@@ -468,21 +504,21 @@ class Federation:
             index, weight = self.batches(lane, 0, 1)
             batches = {role: self.pool.batch(index[role][0, 0], weight[role][0, 0]) for role in index}
             full = tree.at(self.everything(lane), 0) if self.algo.full_data else None
-            calls = {}
+            (algo, task, _), calls = self.method(0), {}
 
             def counted(name: str, f: Callable[[], Tree]) -> Tree:
-                self.task.calls.clear()
+                task.calls.clear()
                 out = f()
-                calls[name] = Counter(self.task.calls)
+                calls[name] = Counter(task.calls)
                 return out
 
             server = tree.at(self.state.server, 0)
-            down, own = self.algo.broadcast(server), self.algo.unicast(server, self._info(fields))
+            down, own = algo.broadcast(server), algo.unicast(server, self._info(fields))
             down = Down(down, tree.at(own, 0)) if tree.leaves(own) else down
             user = tree.map(lambda t: t[0], self.users_at(torch.tensor([0]), torch.from_numpy(lane.user)))
-            local = counted("receive", lambda: self.algo.receive(self.task, down, user, info, full))
-            local = counted("step", lambda: self.algo.step(self.task, local, batches, info))
-            counted("send", lambda: self.algo.send(self.task, down, user, local, info))
+            local = counted("receive", lambda: algo.receive(task, down, user, info, full))
+            local = counted("step", lambda: algo.step(task, local, batches, info))
+            counted("send", lambda: algo.send(task, down, user, local, info))
             self._price = calls
         return self._price
 
@@ -525,8 +561,9 @@ class Federation:
         kept = self.users_at(torch.from_numpy(lanes.seed), torch.from_numpy(lanes.user))
         for s in range(len(self.data)):
             batches = {role: self.pool.batch(index[role][s, 0], weight[role][s, 0]) for role in index}
-            models = self.algo.candidates(tree.at(shown, s), tree.at(kept, s))
+            algo, task, _ = self.method(s)
+            models = algo.candidates(tree.at(shown, s), tree.at(kept, s))
             w = next(iter(models.values()))
-            values = self.algo.diagnostics(self.task, w, batches, self._info(tree.at(fields, s)))
+            values = algo.diagnostics(task, w, batches, self._info(tree.at(fields, s)))
             out.append({name: float(value) for name, value in values.items()})
         return out

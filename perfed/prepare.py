@@ -35,8 +35,11 @@ from perfed.summary import SHOWN_ROWS, Prepared, integers
 from perfed.types import Params
 
 
-def prepare(config: Config) -> Prepared:
-    """Check a configuration against its data and the machine; raises UserError, writes nothing but data caches."""
+def prepare(config: Config, copies: int = 1) -> Prepared:
+    """Check a configuration against its data and the machine; raises UserError, writes nothing but data caches.
+
+    copies: trials that are trained side by side (``perfed.lanes``), of which this is the first: they count in memory and time.
+    """
     device, notes = pick_device(config.device)
     dataset = load(config.dataset, config.data_path)
     classes = len(dataset.classes)
@@ -55,7 +58,7 @@ def prepare(config: Config) -> Prepared:
     _adapted(config.adapt.layers, config.model, initial[0])
     protocol = resolve(config, config.algo)
     check(protocol, [p.test for p in partitions])
-    prepared = Prepared(config, identity(config, dataset.fingerprint), dataset, partitions, initial, protocol, _NOT_YET)
+    prepared = Prepared(config, identity(config, dataset.fingerprint), dataset, partitions, initial, protocol, _NOT_YET, copies=copies)
     prepared = replace(prepared, state_numbers=state_numbers(prepared))
     prepared = replace(prepared, decision=_decide(prepared, device, notes))
     _fits(prepared)
@@ -149,11 +152,16 @@ def _active(config: Config, partitions: list[Partition]) -> int:
     return cohort_size(int(partitions[0].seen.sum()), config.r)
 
 
+def _rows(prepared: Prepared) -> int:
+    """Rows of the leading axis: seeds, of each trial."""
+    return prepared.config.seeds * prepared.copies
+
+
 def _lanes(prepared: Prepared) -> int:
     """Seeds times the users that train in a round."""
     config, who = prepared.config, prepared.config.algo.trains
     members = int(prepared.partitions[0].seen.sum())
-    return config.seeds * {"sampled": _active(config, prepared.partitions), "all": members}.get(who, 1)
+    return _rows(prepared) * {"sampled": _active(config, prepared.partitions), "all": members}.get(who, 1)
 
 
 def _examples(prepared: Prepared) -> int:
@@ -199,7 +207,7 @@ def _decide(prepared: Prepared, device: torch.device, notes: list[str]) -> Decis
         model=config.model.name,
         flops=_flops(prepared),
         lane_bytes=_lane_bytes(prepared),
-        user_bytes=_number_bytes(config) * config.seeds * prepared.state_numbers[1],
+        user_bytes=_number_bytes(config) * _rows(prepared) * prepared.state_numbers[1],
     )
     return replace(made, notes=(*notes, *made.notes))
 
@@ -235,10 +243,10 @@ def state_numbers(prepared: Prepared) -> tuple[int, int]:
 def needed_bytes(prepared: Prepared) -> tuple[int, int]:
     """A rough peak of memory beside torch itself: (with the computing device, where users' state lies)."""
     config, size = prepared.config, _number_bytes(prepared.config)
-    server, users = (config.seeds * size * numbers for numbers in prepared.state_numbers)
+    server, users = (_rows(prepared) * size * numbers for numbers in prepared.state_numbers)
     lanes = _lanes(prepared)
     together = min(lanes, prepared.decision.chunk or lanes)
-    rows = 4 * size * lanes * users // max(1, config.seeds * config.n * size)  # read, written, undone, checked
+    rows = 4 * size * lanes * users // max(1, _rows(prepared) * config.n * size)  # read, written, undone, checked
     sent = 2 * size * lanes * tree.numel(prepared.initial[0])
     return prepared.dataset.x.nbytes + 3 * server + sent + rows + together * _lane_bytes(prepared), users
 
@@ -290,8 +298,8 @@ def smoothness(prepared: Prepared, params: Params | None = None) -> float:
     return size
 
 
-def federation(prepared: Prepared) -> Federation:
-    """The simulation before round 0."""
+def federation(prepared: Prepared, varying: dict[str, list[float]] | None = None) -> Federation:
+    """The simulation before round 0. ``varying``: float hyper-parameters in which the copies differ, one number for each copy."""
     config, data = prepared.config, prepared.dataset
     dtype = torch.float64 if config.engine.dtype == "float64" else torch.float32
     pool: Pool = make_pool(data.x, data.y, data.offset, data.scale, prepared.decision.device, dtype)
@@ -304,14 +312,15 @@ def federation(prepared: Prepared) -> Federation:
         algo=config.algo,
         task=task,
         pool=pool,
-        data=seeds,
-        initial=prepared.initial,
+        data=seeds * prepared.copies,
+        initial=prepared.initial * prepared.copies,
         active=cohort_size(len(seeds[0].members), config.r),
         classes=len(data.classes),
         backend=prepared.decision.backend,
         chunk=prepared.decision.chunk,
         compiled=prepared.decision.compiled,
         state_device=prepared.decision.state_device,
+        varying={key: [value for value in values for _ in seeds] for key, values in (varying or {}).items()},
     )
 
 

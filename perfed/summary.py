@@ -39,6 +39,7 @@ class Prepared:
     decision: Decision
     state_numbers: tuple[int, int] = (0, 0)  # that one seed keeps from round to round: the server's, all users'
     theory: tuple[str, ...] = ()  # what the method says of its hyper-parameters
+    copies: int = 1  # trials that are trained side by side, each with all seeds
     chosen: tuple[int, ...] | None = None  # the seeds that are computed; None: all
 
     @property

@@ -45,6 +45,7 @@ perfed-tune algo=A[,B ...] [KEY=VALUE ...]    choose values on validation data, 
 
   --space FILE         a space of your own: grid: {key: [values]}, fixed: [key=value]; or such a block for each method by name
   --trials N           N points of each grid, evenly spread
+  --lanes off          a run folder for each trial; auto: trials that differ in numbers alone are lanes of one job, where that can be
   --run                go on with the chosen values on the report's seeds, and print their table
 
 Example: perfed-tune algo=fedavg,perfedavg_hf dataset=mnist n=50 rounds=200
@@ -64,6 +65,7 @@ class Request:
     spaces: dict[str, Space]
     said: tuple[str, ...]
     run: bool
+    lanes: bool
 
 
 class _Parser(argparse.ArgumentParser):
@@ -109,7 +111,7 @@ def _main(argv: Sequence[str]) -> int:
     if config.plan:
         print(_plan(wanted.spaces, rounds))
         return DONE
-    found = tuning.tuned(context, base, wanted.spaces)
+    found = tuning.tuned(context, base, wanted.spaces, wanted.lanes)
     folder = config.outputs_path / _name(context, base, wanted.spaces)
     texts = _write(folder, context, found)
     print(f"\n{texts}\nreport: {folder / 'report.md'}", flush=True)
@@ -130,6 +132,7 @@ def request(argv: Sequence[str], composer: Composer) -> Request:
     parser.add_argument("--space")
     parser.add_argument("--trials")
     parser.add_argument("--run", action="store_true")
+    parser.add_argument("--lanes", choices=("auto", "off"), default="auto")
     args = parser.parse_intermixed_args(list(argv))
     methods, grid, rest = _split(args.overrides, composer)
     keys = [word.partition("=")[0].lstrip("+") for word in rest]
@@ -146,7 +149,7 @@ def request(argv: Sequence[str], composer: Composer) -> Request:
         if typed is not None:
             raise Refused(typed, f"the space of {name} sweeps this key; leave it out, or give several values or a --space of your own")
     spaces = _counted(spaces, args.trials)
-    return Request(tuple(rest), spaces, tuple(said), args.run)
+    return Request(tuple(rest), spaces, tuple(said), args.run, args.lanes == "auto")
 
 
 def _split(overrides: Sequence[str], composer: Composer) -> tuple[list[str], dict[str, list[Any]], list[str]]:

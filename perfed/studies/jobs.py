@@ -43,28 +43,34 @@ class Context:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: how it is announced, and the words that compose it."""
+    """One run: how it is announced, and the words that compose it. ``trials``: further words of each of several that are trained as lanes
+    of one job (``perfed.lanes``)."""
 
     label: str
     words: tuple[str, ...]
+    trials: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
 class Done:
-    """How a job ended. ``folder`` None: it was refused; ``problem``: one line, or None."""
+    """How a job ended. ``folder`` None: it was refused, or trained lanes; ``problem``: one line, or None."""
 
     folder: Path | None
     seconds: float
     problem: str | None = None
 
 
-def _work(words: tuple[str, ...], alone: bool = False) -> Done:
+def _work(words: tuple[str, ...], trials: tuple[tuple[str, ...], ...] = (), alone: bool = False) -> Done:
     """Train one configuration, in whatever process this is. ``alone``: a signal that ends the run ends the study too."""
-    from perfed import results, train
-    from perfed.frontdoor import compose
+    from perfed import lanes, results, train
+    from perfed.frontdoor import Composer, compose
 
     started, folder = time.perf_counter(), None
     try:
+        if trials:
+            composer = Composer()
+            lanes.train([parse(compose([*words, *more], composer)) for more in trials])
+            return Done(None, time.perf_counter() - started)
         config = parse(compose(list(words)))
         folder = train.run(config).folder
     except UserError as error:
@@ -76,6 +82,8 @@ def _work(words: tuple[str, ...], alone: bool = False) -> Done:
             raise
         return Done(None, time.perf_counter() - started, str(error))
     except Exception as error:  # the folder holds the traceback; the other runs go on
+        if trials:
+            return Done(None, time.perf_counter() - started, f"one by one, since {error.__class__.__name__}: {error}")
         return Done(folder, time.perf_counter() - started, f"{type(error).__name__}: {error}")
     return Done(folder, time.perf_counter() - started)
 
@@ -101,13 +109,13 @@ def run_all(jobs: Sequence[Job], context: Context, title: str) -> dict[str, Done
         what = end.problem or f"{end.seconds:.1f} s"
         print(f"perfed: {title} {len(done)} of {len(jobs)}: {label}: {what}", file=sys.stderr, flush=True)
 
-    if context.processes == 1 or len(jobs) == 1:
+    if context.processes == 1 or len(jobs) <= 1:
         for job in jobs:
-            tell(job.label, _work(words[job.label], alone=True))
+            tell(job.label, _work(words[job.label], job.trials, alone=True))
         return done
     with ProcessPoolExecutor(min(context.processes, len(jobs)), multiprocessing.get_context("spawn")) as pool:
         try:
-            waiting = {pool.submit(_work, words[job.label]): job.label for job in jobs}
+            waiting = {pool.submit(_work, words[job.label], job.trials): job.label for job in jobs}
             for future in as_completed(waiting):
                 tell(waiting[future], future.result())
         except BaseException:

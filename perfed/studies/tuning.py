@@ -184,13 +184,16 @@ def trial_words(config: Config, rounds: int) -> tuple[str, ...]:
     return (f"seed={seeds.start}", f"seeds={len(seeds)}", f"eval_every={10**6}", "pictures=false", share)
 
 
-def tuned(context: Context, methods: Mapping[str, Sequence[str]], spaces: Mapping[str, Space]) -> dict[str, Tuned]:
+def tuned(context: Context, methods: Mapping[str, Sequence[str]], spaces: Mapping[str, Space], lanes: bool = False) -> dict[str, Tuned]:
     """Train the trials of all methods and choose: ``{label: Tuned}``.
 
     ``methods``: by a label of your own, the words that make the method beside those of ``context``: ``{"fedavg": ["algo=fedavg"]}``.
     ``spaces``: what is tried, by the same labels; their ``fixed`` words are part of every trial. ``tuned(...)[label].words`` are the chosen
     values, to be put behind the same words. ``study.tuning_seeds``, ``study.tuning_share`` and ``study.jobs`` count. Trials that have ended
-    before are not trained again. Raises UserError without validation data, KeyboardInterrupt when interrupted.
+    before are not trained again.
+
+    ``lanes``: trials of a method that differ in float hyper-parameters alone are trained side by side, where the method allows it; they
+    leave a record in ``outputs/trials`` and no run folder. Raises UserError without validation data, KeyboardInterrupt when interrupted.
     """
     config = context.config
     require(config.split.val > 0, "split.val", config.split.val, "a share > 0: the trials are chosen on validation data")
@@ -200,24 +203,58 @@ def tuned(context: Context, methods: Mapping[str, Sequence[str]], spaces: Mappin
         more = trial_words(config, context.parsed(*fixed).rounds)
         for i, values in enumerate(spaces[name].trials):
             jobs[name, i] = Job(label(name, values), (*fixed, *words(values), *more))
-    ended = run_all(list(jobs.values()), context, "trial")
+    found = _side_by_side(context, jobs) if lanes else {}
+    ended = run_all([job for key, job in jobs.items() if key not in found], context, "trial")
+    for key, job in jobs.items():
+        if key not in found:
+            found[key] = _ended(ended[job.label])
     return {
-        name: Tuned(spaces[name], [_trial(values, ended[jobs[name, i].label]) for i, values in enumerate(spaces[name].trials)])
-        for name in methods
+        name: Tuned(spaces[name], [Trial(values, *found[name, i]) for i, values in enumerate(spaces[name].trials)]) for name in methods
     }
 
 
-def _trial(values: dict[str, Any], done: Done) -> Trial:
-    """Read from the run folder that the trial left."""
+Outcome = tuple[dict[int, float], dict[int, int], str | None]
+
+
+def _ended(done: Done) -> Outcome:
+    """Validation, divergence and problem of a trial that had a run of its own."""
+    from perfed.lanes import of_run
+
     if done.folder is None or done.problem:
-        return Trial(values, {}, {}, done.problem or "no result")
+        return {}, {}, done.problem or "no result"
     run = results.load(done.folder)
     if not run.complete:
-        return Trial(values, {}, {}, f"the run did not end: {run.status['status']}")
-    want, last = run.result["primary"], run.rounds[run.rounds["round"] == run.rounds["round"].max()]
-    mine = last[(last["model"] == want["model"]) & (last["steps"] == want["steps"]) & last["seen"]]
-    diverged = {int(seed): k for seed, k in run.result["diverged"].items()}
-    return Trial(values, {int(r.seed): float(r.val_accuracy) for r in mine.itertuples() if r.seed not in diverged}, diverged)
+        return {}, {}, f"the run did not end: {run.status['status']}"
+    record = of_run(run)
+    return record.validation, record.diverged, None
+
+
+def _side_by_side(context: Context, jobs: Mapping[tuple[str, int], Job]) -> dict[tuple[str, int], Outcome]:
+    """What is known of trials already, and of those that could be trained as lanes; the others are left out."""
+    from perfed import lanes
+    from perfed.device import pick_device
+
+    configs = {key: context.parsed(*job.words) for key, job in jobs.items()}
+    force = context.config.force
+    known = {} if force else {key: record for key, config in configs.items() if (record := lanes.stored(config)) is not None}
+    missing = [key for key in jobs if key not in known]
+    groups = []
+    for name in dict.fromkeys(name for name, _ in missing):
+        mine = [key for key in missing if key[0] == name]
+        groups += [[mine[i] for i in group] for group in lanes.groups([configs[key] for key in mine]) if len(group) > 1]
+    # Where there are fewer jobs than processes a CPU would idle; a GPU does best with all lanes at once.
+    parts = context.processes // len(groups) if groups and pick_device(context.config.device)[0].type == "cpu" else 1
+    made: dict[str, list[tuple[str, int]]] = {}
+    for group in groups:
+        count = max(1, min(parts, len(group) // 2))
+        for piece in np.array_split(np.arange(len(group)), count):
+            keys = [group[i] for i in piece]
+            made[f"{keys[0][0]}, {len(keys)} side by side from {' '.join(jobs[keys[0]].label.split()[1:])}"] = keys
+    ended = run_all([Job(text, (), tuple(jobs[key].words for key in keys)) for text, keys in made.items()], context, "job")
+    for text, keys in made.items():
+        if ended[text].problem is None:
+            known |= {key: lanes.stored(configs[key]) for key in keys}
+    return {key: (record.validation, record.diverged, None) for key, record in known.items()}
 
 
 def choices(found: Mapping[str, Tuned], share: float = 1.0) -> tables.Grid:
