@@ -64,6 +64,7 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr()
     assert "2 methods, 3 trials each on seeds 1000 to 1001; the report's are seeds 0 to 1" in out.out
     assert "split.val=0.2, the default of perfed-tune" in out.out and "perfed-tune" not in out.err
+    assert "job 1 of 2: fedavg, 3 side by side from beta=0.01" in out.err
     (folder,) = (tmp_path / "outputs").glob("tune-fedavg-fedprox-synthetic-iid-*")
     trials = pd.read_csv(folder / "trials.csv")
     assert len(trials) == 2 * 3 * 2 and set(trials["seed"]) == {1000, 1001}
@@ -83,12 +84,24 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     report = (folder / "report.md").read_text()
     assert "## Sensitivity" in report and "Result on the report's seeds" in report
     assert (folder / "sensitivity.png").stat().st_size > 1000 and (folder / "sensitivity.pdf").read_bytes().startswith(b"%PDF")
-    ran = [r for p in (tmp_path / "outputs").glob("*/result.json") if (r := results.read_json(p))["seeds"] == [0, 1]]
-    assert {r["algo"]: r["beta"] for r in ran} == {m: chosen[m]["values"]["beta"] for m in chosen}
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs").rglob("*.csv") if path.parent != folder}
-    before |= {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs" / "trials").glob("*")}
+    ran = [results.read_json(path) for path in (tmp_path / "outputs").glob("*/result.json")]
+    assert {r["algo"]: (r["beta"], r["seeds"]) for r in ran} == {m: (chosen[m]["values"]["beta"], [0, 1]) for m in chosen}
+    assert len(list((tmp_path / "outputs" / "trials").iterdir())) == 6
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs").rglob("*") if path.is_file() and path.parent != folder}
     assert tune.main([*words, "--run"]) == 0
-    assert before == {path: path.stat().st_mtime_ns for path in before}
+    out = capsys.readouterr()
+    assert "job" not in out.err and before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_trials_that_cannot_be_lanes_run_one_by_one(tmp_path, monkeypatch, capsys):
+    """algo.p of L2GD settles the number of steps of a round: the job of lanes says so, and each trial has a run folder."""
+    monkeypatch.chdir(tmp_path)
+    assert tune.main(["algo=l2gd", "algo.p=0.3,0.4", *SMALL]) == 0
+    err = capsys.readouterr().err
+    assert "one by one, since Unbound: algo.p differs between lanes" in err and "trial 2 of 2: l2gd algo.p=0.4" in err
+    assert len(list((tmp_path / "outputs").glob("l2gd-*/result.json"))) == 2
+    table = pd.read_csv(next((tmp_path / "outputs").glob("tune-l2gd-*/choices.csv")))
+    assert table["trials"].tolist() == [2]
 
 
 @pytest.mark.parametrize(
