@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
@@ -24,7 +25,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from perfed.config import conf_dir, parse
+from perfed.config import Config, conf_dir, parse
 from perfed.errors import UserError
 from perfed.frontdoor import Cell, Command, Composer, FrontDoor, InJob, Refused, compose
 from perfed.sweep import Outcome, Sweep, at_once, guarded, launch
@@ -136,6 +137,7 @@ def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
             if cell.folder not in done:
                 with settings_kept():
                     sizes[cell.folder] = prepare.size(prepare.prepare(cell.config))
+                cell.config.tracker.check()
         except UserError as error:
             if len(cells) == 1:
                 raise
@@ -200,7 +202,9 @@ def _sweep(door: FrontDoor, command: Command, names: Sequence[str]) -> int:
     try:
         if missing:
             threads = max(cell.config.engine.threads for cell in missing)
-            for cell, outcome in launch(door.composer, command.words, missing, shared, job, threads):
+            group = _group([cell.config for cell in cells], " ".join(command.words))
+            launched = [replace(cell, overrides=(*cell.overrides, *group)) for cell in missing]
+            for cell, outcome in launch(door.composer, command.words, launched, shared, job, threads):
                 outcomes[cell.folder] = outcome
     except Exception as error:
         trouble = True
@@ -225,7 +229,20 @@ def _study(command: Command, args: argparse.Namespace) -> int:
     own = next((word for word in words if word.partition("=")[0].lstrip("+") == "algo"), None)
     if own is not None:
         raise Refused(own, f"study {config.study.name} chooses the algorithms; narrow it with study.methods=[...]")
-    return studies.main(config.study.name, Context(config, tuple(words), compose))
+    config.tracker.check()
+    return studies.main(config.study.name, Context(config, (*words, *_group([config], config.study.name)), compose))
+
+
+def _group(configs: Sequence[Config], name: str) -> list[str]:
+    """The word that tells a tracker which runs belong together: those of one sweep or study, unless the user gave a name."""
+    tracker = configs[0].tracker
+    key = tracker.sweep_key
+    if key is None or getattr(tracker, key) is not None or len({config.tracker.name for config in configs}) > 1:
+        return []
+    words = [word for word in name.split() if not word.startswith(("hydra", "tracker", "outputs"))]
+    text = " ".join(sorted(words, key=lambda word: "," not in word))  # what is swept comes first
+    text = re.sub(r"[^\w=,.+/ -]", "", text)[:120]  # nothing that Hydra would read; W&B takes 128
+    return [f'tracker.{key}="{text or "sweep"}"']
 
 
 def _finished(cell: Cell) -> bool:

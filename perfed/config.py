@@ -30,7 +30,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from perfed.errors import UserError, nearest, require
 
-GROUPS = ("algo", "dataset", "partition", "model", "optimizer", "server", "protocol")
+GROUPS = ("algo", "dataset", "partition", "model", "optimizer", "server", "protocol", "tracker")
+LATER = {"tracker": {"name": "none"}}
+"""Groups that stored configurations of earlier releases lack -> the option that stands for what they did."""
 KNOBS = ("n", "r", "rounds", "tau", "batch", "alpha", "beta", "seed", "seeds", "device")
 _NESTED = ("split", "adapt", "engine", "study")
 NETWORKS = ("mlp", "langelaar", "mlp_large", "cnn")
@@ -260,7 +262,7 @@ class Root:
 
 @dataclass(kw_only=True)
 class Config(Root):
-    """A whole run. ``algo`` .. ``protocol`` are objects of the registries; see :func:`parse`."""
+    """A whole run. ``algo`` .. ``tracker`` are objects of the registries; see :func:`parse`."""
 
     algo: Any
     dataset: Any
@@ -269,6 +271,7 @@ class Config(Root):
     optimizer: Any
     server: Any
     protocol: Protocol
+    tracker: Any
     split: Split = field(default_factory=Split)
     adapt: Adapt = field(default_factory=Adapt)
     engine: Engine = field(default_factory=Engine)
@@ -354,6 +357,8 @@ def registry(group: str) -> dict[str, type]:
             from perfed.optimizers import SERVER as entries
         case "protocol":
             entries = PROTOCOLS
+        case "tracker":
+            from perfed.trackers import TRACKERS as entries
         case _:
             raise KeyError(group)
     return entries
@@ -437,7 +442,7 @@ def _mapping(key: str, value: Any) -> dict[str, Any]:
 def _option(group: str, tree: _Tree) -> Any:
     entries = registry(group)
     choices = ", ".join(sorted(entries))
-    value = tree.values.get(group)
+    value = tree.values.get(group, LATER.get(group))
     require(isinstance(value, Mapping), group, value, f"must be one of {choices}")
     name = value.get("name")
     require(isinstance(name, str) and name in entries, group, name, f"no such {group}{nearest(str(name), entries)}; one of {choices}")

@@ -24,6 +24,7 @@ from perfed.errors import UserError
 
 FORMAT = 1
 _NO_NUMBER = ("device", "data_root", "outputs", "progress", "pictures", "plan", "force", "resume", "checkpoint_every", "fail_fast", "study")
+_NO_NUMBER += ("tracker",)
 
 LATE: dict[str, Any] = {}
 """Keys that were added after the first release -> the value that reproduces the behaviour before them.
@@ -72,6 +73,8 @@ def _content(config: Config, fingerprint: str) -> dict[str, Any]:
     tree["engine"] = {"dtype": tree["engine"]["dtype"]}
     tree["adapt"] |= {"source": config.adapt_source, "batch": config.adapt_batch, "repeats": config.adapt_repeats}
     for group in GROUPS:
+        if group not in tree:
+            continue
         for f in dataclasses.fields(getattr(config, group)):
             if not f.metadata.get("identity", True):
                 del tree[group][f.name]

@@ -31,6 +31,7 @@ from perfed.progress import Progress
 from perfed.resume import Start
 from perfed.signals import Interrupted, Signals
 from perfed.summary import Prepared, provenance, summary, user_rows
+from perfed.trackers import Tracked, Tracking
 from perfed.types import Params
 
 
@@ -123,16 +124,17 @@ def run(config: Config, folder: Path | str | None = None, quiet: bool = False) -
     if before is not None:
         return before
     prepared = prepare(config)
+    config.tracker.check()
     with results.Claim(folder), threads(config.engine.threads), Signals() as signals:
         before = _finished(folder) if not config.force else None  # another process may have ended it meanwhile
         if before is not None:
             return before
-        with results.open_log(folder) as log:
+        with results.open_log(folder) as log, Tracking(config.tracker, lambda: signals.number is not None) as tracker:
             try:
                 if config.force:
                     for stale in folder.glob("eval-*"):
                         shutil.rmtree(stale)
-                result = _run(prepared, folder, log, signals, started, quiet)
+                result = _run(prepared, folder, log, signals, started, tracker, quiet)
             except UserError:
                 raise
             except Exception:
@@ -152,7 +154,9 @@ def _finished(folder: Path) -> Result | None:
     return Result(folder, "finished before", tables.plain(tables.run_table(stored.result))) if stored.complete else None
 
 
-def _run(prepared: Prepared, folder: Path, log: TextIO, signals: Signals, started: float, quiet: bool) -> Result:
+def _run(
+    prepared: Prepared, folder: Path, log: TextIO, signals: Signals, started: float, tracker: Tracking, quiet: bool
+) -> Result:
     config, who = prepared.config, prepared.identity
     start = _compilable(resume.begin(prepared, folder))
     if start.stored is None and not config.force:
@@ -173,6 +177,9 @@ def _run(prepared: Prepared, folder: Path, log: TextIO, signals: Signals, starte
         rows = start.restore(fed, folder)
         clock = start.clock | {name: value + start.clock.get(name, 0.0) for name, value in clock.items()}
     results.write_json(folder / "provenance.json", provenance(prepared) | start.origin)
+    tracker.begin(Tracked(folder, config.outputs_path, who.hash, tables.flat(config.as_dict()), start.stored is None), progress.say)
+    if start.donor is None:  # else seeds are missing yet: what was measured is told when all are together
+        tracker.scored(rows, clock, fed.diverged.tolist())
     warm = not prepared.decision.compiled
     scores: Scores | None = None
     whole = fed.snapshot(), len(rows)
@@ -199,6 +206,8 @@ def _run(prepared: Prepared, folder: Path, log: TextIO, signals: Signals, starte
                     clock[f"train until round {fed.k}"] = clock["train"]
                     scores = _measure(fed, now, rows, clock)
                     progress.scored(_headline(rows, scores))
+                    if start.donor is None:
+                        tracker.scored(rows, clock, fed.diverged.tolist())
             progress.round(fed.k)
         rows[:] = [row for row in rows if scores is not None or row["round"] != fed.k]  # an evaluation whose scores are not at hand
         whole = fed.snapshot(), len(rows)
@@ -215,7 +224,10 @@ def _run(prepared: Prepared, folder: Path, log: TextIO, signals: Signals, starte
                 clock[f"train until round {fed.k}"] = clock["train"]
                 scores = _measure(fed, now, rows, clock)
                 progress.scored(_headline(rows, scores))
-            return _write(folder, fed, scores, rows, clock, start, progress)
+                tracker.scored(rows, clock, fed.diverged.tolist())
+            result = _write(folder, fed, scores, rows, clock, start, progress)
+            tracker.ended(result.status, result.summary, folder)
+            return result
     except Interrupted:
         signals.ignore()
         fed.go_back(whole[0])

@@ -54,7 +54,7 @@ def test_defaults_are_those_of_the_yaml(tree):
         if f.name not in ("data_root", "plugins"):
             assert getattr(config, f.name) == f.default, f.name
     names = [getattr(config, group).name for group in GROUPS]
-    assert names == ["perfedavg_hf", "mnist5k", "table2", "mlp", "sgd", "average", "clean"]
+    assert names == ["perfedavg_hf", "mnist5k", "table2", "mlp", "sgd", "average", "clean", "none"]
 
 
 def test_values_take_the_type_of_their_field(tree):

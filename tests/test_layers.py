@@ -1,7 +1,8 @@
 """Data flows one way (design, sections 2 and 3): who may import whom, checked on the source.
 
-The order that the code needs differs from the design's table in two places: ``data/sampling`` stands before the data sets and
-partitions, which draw from its generators, and ``config`` stands before ``identity``, which hashes a parsed configuration.
+The order that the code needs differs from the design's table in three places: ``data/sampling`` stands before the data sets and
+partitions, which draw from its generators, ``config`` stands before ``identity``, which hashes a parsed configuration, and ``trackers``,
+which are told all they need, before ``config``, since each is an option of a group.
 ``config`` reaches the registries by name, inside functions.
 """
 
@@ -34,6 +35,7 @@ ORDER = [
     ["binding"],
     ["federate"],
     ["evaluate"],
+    ["trackers"],
     ["config"],
     ["identity"],
     ["results"],
@@ -52,7 +54,6 @@ ORDER = [
     ["report"],
     ["htmlpage"],
     ["webpage"],
-    ["trackers"],
     ["progress"],
     ["signals"],
     ["summary"],
@@ -266,6 +267,7 @@ def test_what_is_imported_is_declared():
     extras = [d for group in project.get("optional-dependencies", {}).values() for d in group]
     declared = {re.split(r"[\[<>=!~ ;]", d)[0].lower().replace("-", "_") for d in [*project["dependencies"], *extras]}
     known = {"hydra": "hydra_core", "PIL": "torchvision", "yaml": "omegaconf"}  # the last two are required by what is declared
+    known["mlflow"] = "mlflow_skinny"
     used = {d.split(".")[0] for source in MODULES.values() for d, _ in imports(source)} - set(sys.stdlib_module_names) - {"perfed"}
     optional = {"triton"}  # comes with torch where it exists
     missing = {name for name in used - optional if known.get(name, name) not in declared}
