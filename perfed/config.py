@@ -49,7 +49,8 @@ def conf_dir() -> Path:
 
 
 def _choice(key: str, value: Any, *allowed: str) -> None:
-    require(value in allowed, key, value, f"must be one of {', '.join(allowed)}{nearest(str(value), allowed)}")
+    if value not in allowed:
+        raise UserError(key, value, f"must be one of {', '.join(allowed)}{nearest(str(value), allowed)}")
 
 
 def _whole(value: Any) -> bool:
@@ -423,7 +424,8 @@ def parse(cfg: DictConfig | Mapping[str, Any]) -> Config:
     roots = {f.name for f in dataclasses.fields(Root)}
     known = [*roots, *_NESTED, *GROUPS]
     for key, value in tree.values.items():
-        require(key in known, str(key), value, f"no such key{nearest(str(key), known)}")
+        if key not in known:
+            raise UserError(str(key), value, f"no such key{nearest(str(key), known)}")
     root = build(Root, {k: v for k, v in tree.values.items() if k in roots}, tree.typed)
     import_plugins(root.plugins)
     parts: dict[str, Any] = {}
@@ -445,7 +447,8 @@ def _option(group: str, tree: _Tree) -> Any:
     value = tree.values.get(group, LATER.get(group))
     require(isinstance(value, Mapping), group, value, f"must be one of {choices}")
     name = value.get("name")
-    require(isinstance(name, str) and name in entries, group, name, f"no such {group}{nearest(str(name), entries)}; one of {choices}")
+    if not isinstance(name, str) or name not in entries:
+        raise UserError(group, name, f"no such {group}{nearest(str(name), entries)}; one of {choices}")
     return build(entries[name], value, tree.typed, group)
 
 
@@ -461,7 +464,8 @@ def build(cls: type, values: Mapping[str, Any], typed=lambda key: key, group: st
     for name, value in values.items():
         key = f"{prefix}{name}"
         with_option = f" with {group}={values['name']}" if "name" in values else ""
-        require(name in fields, key, value, f"no such key{with_option}{nearest(str(name), fields)}")
+        if name not in fields:
+            raise UserError(key, value, f"no such key{with_option}{nearest(str(name), fields)}")
         require(value != "???", typed(key), value, f"has no value: give one, {wanted(hints[name])}")
         _check(typed(key), value, hints[name])
     for name, f in fields.items():

@@ -45,6 +45,22 @@ def complaint(tree, **changes) -> str:
     return str(caught.value)
 
 
+def test_what_was_composed_before_changes_nothing(tmp_path):
+    """Files are read once for each composer; a tree that was edited, and other choices of the same groups, leave no trace."""
+    words = ["algo=ditto", "protocol=fewshot", "experiment=fomaml", "tau=3"]
+    used = frontdoor.Composer()
+    edited = used.compose(words)
+    edited.algo.name, edited.n = "x", 7
+    used.compose(["algo=fedavg", "model=cnn"])
+    assert used.compose(words) == frontdoor.Composer().compose(words)
+    (tmp_path / "algo").mkdir()
+    (tmp_path / "algo" / "softer.yaml").write_text("name: ditto\nlam: 0.25\n")
+    searched = used.compose([f"hydra.searchpath=[file://{tmp_path}]", "algo=softer"])
+    assert searched.algo == {"name": "ditto", "lam": 0.25}
+    with pytest.raises(UserError, match="softer"):
+        used.compose(["algo=softer"])
+
+
 # ---------------------------------------------------------------- types and values
 
 
