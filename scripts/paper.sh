@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The exact commands behind every table and picture that the README shows or names. Hours on two CPU cores; what has ended is not trained
+# again, so it can be interrupted. PERFED_DATA: a folder with MNIST/raw (else MNIST is downloaded). CIFAR: CIFAR-10 as an image folder,
+# train/<class>/ and test/<class>/ (else dataset=cifar10 is taken, and downloaded).
+set -euo pipefail
+out=${OUT:-outputs}
+run="${PYTHON:-python} -m perfed outputs=$out"
+cifar=${CIFAR:+study.cifar=$CIFAR}
+
+# Table 1 and its verdicts: both MNIST rows with 5 seeds, with both networks; one row of CIFAR-10 with 3 seeds
+mnist="experiment=table1 study.rows=[mnist_tau10,mnist_tau4] study.tuned=false engine.compile=true"
+$run $mnist
+$run experiment=table1 "study.rows=[cifar10_tau4_alpha01]" "study.networks=[mlp]" study.tuned=false seeds=3 engine.compile=true $cifar
+
+# The same questions on the embedded digits, with tuned steps too
+$run experiment=table1_quick
+
+# Figure 1a (accuracy against time), appendix I (ARUBA, figure 1b) and the sweep over alpha, on the embedded digits
+$run experiment=fig1 row=digits_tau4
+$run experiment=aruba row=digits_tau4
+$run experiment=alpha_sweep row=digits_tau4
+
+# All methods: MNIST, 200 rounds each; the embedded digits, equal budgets of gradient evaluations
+$run experiment=all_methods dataset=mnist n=50 rounds=200 eval_every=50 study.budget=null study.tuning_share=0.25
+$run experiment=all_methods
+
+# Is EASGD more stable than ADMM? Maps, verdicts, curves
+$run experiment=easgd_vs_admm
+
+# Speed
+${PYTHON:-python} scripts/bench.py
