@@ -40,7 +40,7 @@ def main(context: Context) -> int:
         rows = [[NAMES[m], " ".join(text), "; ".join(f"{k} in {v}" for k, v in spaces[m].grid.items())] for m, text in base.items()]
         print(tables.plain(tables.grid(["method", "words", "grid"], rows, f"One pass over a user's data: {epoch} steps.")))
         return 0
-    chosen = tuned(context, base, spaces)
+    chosen = tuned(context, base, spaces, lanes=True)
     problems = [f"{NAMES[m]}: every trial failed or diverged" for m, found in chosen.items() if found.best is None]
     jobs = {f"{NAMES[m]}, as configured": base[m] for m in METHODS if m != ARUBA}
     jobs |= {f"{NAMES[m]}, tuned": (*base[m], *found.words) for m, found in chosen.items() if found.best is not None}

@@ -147,7 +147,7 @@ def _smoothness(context: Context, text: tuple[str, ...]) -> float:
 def _tune(context: Context, base: Mapping[Key, tuple[str, ...]], space: Space) -> dict[Key, Tuned]:
     """The trials of every training."""
     holding = replace(context, config=context.parsed(HELD_OUT), words=(*context.words, HELD_OUT))
-    found = tuned(holding, {key.label: text for key, text in base.items()}, {key.label: space for key in base})
+    found = tuned(holding, {key.label: text for key, text in base.items()}, {key.label: space for key in base}, lanes=True)
     return {key: found[key.label] for key in base}
 
 
@@ -263,6 +263,8 @@ def verdicts(
         for made, listed in parts.items():
             for part in listed:
                 every.append([claim.name, _chosen(made), part.text, paper.difference_text(part.difference), part.verdict])
+    if not networks:
+        short.append(["a more complex network keeps the order (study.networks=[mlp,mlp_large])", "not run", "-"])
     for name, (base, other) in networks.items():
         parts = list(paper.keeps_the_order(base, other))
         text = f"a more complex network keeps the order ({name} against mlp)"
