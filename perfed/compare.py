@@ -15,7 +15,7 @@ from perfed.tables import MARKED_FROM, Cell, Grid, grid
 
 def sweep_table(runs: Sequence[Run]) -> Grid:
     """Rows = the settings in which the runs differ, columns = algorithms, cells = accuracy; in the order of ``runs``."""
-    return table(arrange(runs))
+    return table(arrange(runs, by_value=False))
 
 
 def table(

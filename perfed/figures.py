@@ -426,10 +426,10 @@ def user_scatter(panels: Mapping[str, Sequence[Mapping[str, Any]]], path: Path |
         raise ValueError("no user to draw")
     groups = list(dict.fromkeys(point["group"] for points in panels.values() for point in points))
     groups = groups if len(groups) <= len(STYLES) else []
-    columns = min(3, len(panels))
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = _figure(max(4.6, 3.3 * columns), 0.9 + 3.2 * rows, title)
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    axes = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
     seen = [100 * point[side] for points in panels.values() for point in points for side in ("x", "y")]
     pad = max(1.0, 0.06 * (max(seen) - min(seen)))
     bounds = (max(min(seen) - pad, -2.0), min(max(seen) + pad, 102.0))

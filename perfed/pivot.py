@@ -140,12 +140,17 @@ class Pivot:
 
 
 def arrange(
-    runs: Sequence[Run], rows: Sequence[str] | None = None, columns: Sequence[str] = ("algo",), ignore: Sequence[str] = ()
+    runs: Sequence[Run],
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] = ("algo",),
+    ignore: Sequence[str] = (),
+    by_value: bool = True,
 ) -> Pivot:
-    """Sort runs into cells by the values of keys; ``rows`` None: the keys that tell the runs apart, in the order of ``runs``.
+    """Sort runs into cells by the values of keys; ``rows`` None: the keys that tell the runs apart.
 
-    ``ignore``: keys in which runs of one cell may differ. Raises UserError for no run, an unknown key, runs of different protocols, of
-    different data under equal settings, and for a cell whose runs differ in more than their seeds.
+    ``ignore``: keys in which runs of one cell may differ. Rows are sorted ``by_value``, else in the order of ``runs``. Raises UserError for
+    no run, an unknown key, runs of different protocols, of different data under equal settings, and for a cell whose runs differ in more
+    than their seeds.
     """
     require(bool(runs), "run", "", "at least one run folder")
     protocols = list(dict.fromkeys(run.result["protocol"] for run in runs if run.complete))
@@ -174,7 +179,7 @@ def arrange(
     pivot = Pivot(
         row_keys,
         column_keys,
-        _sorted([row for row, _ in found], row_keys if rows is not None else ()),
+        _sorted([row for row, _ in found], row_keys if by_value else ()),
         _sorted([column for _, column in found], column_keys),
         {place: source([run for run, _ in cell]) for place, cell in found.items()},
         rows is None,

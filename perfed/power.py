@@ -219,4 +219,4 @@ def _missing(pivot: Pivot, row: Label, column: Label, cell: Source, found: Compo
     base = keys.command(run.config, **dict.fromkeys(CHANCE))
     words = f"printf '%s\\n' {' '.join(map(shlex.quote, ends))} | xargs -L1 {base}"
     lacking = ", ".join(CHANCE[key] for key in missing)
-    return [f"-: {pivot.head(column)}, {pivot.name(row)}: {lacking}: needs runs in which it alone is redrawn: {words}"]
+    return [f"-: {pivot.head(column)}, {pivot.name(row)}: {lacking}: needs runs that redraw one alone: {words}"]

@@ -176,24 +176,25 @@ def four_runs(root):
     return [fake_run(root / f"{algo}-{tau}", algo, tau=tau, shift=shift) for algo, tau, shift in settings]
 
 
-def test_sweep_table_without_any_warning(tmp_path):
+def test_sweep_table_without_any_warning(tmp_path, capsys):
     done = cli(*four_runs(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(SWEEP)
     text = " ".join(done.stdout.split())
     assert "(global, after 1 step of 0.01); ± is the half-width of the 95 % Student-t interval over 3 seeds of the unweighted mean" in text
     assert "nan" not in text and "†: not separated" in text
-    shown = cli(tmp_path, "--format", "csv")
-    assert shown.stdout.splitlines()[:2] == ["setting,fedavg,perfedavg_hf,majority class", "tau=10,91.00 ± 4.97,92.00 ± 4.97,50.00"]
-    assert cli(tmp_path, "--format", "markdown").stdout.startswith("| setting | fedavg | perfedavg_hf | majority class |\n| --- | ---: |")
+    report.main([str(tmp_path), "--format", "csv"])
+    assert capsys.readouterr().out.splitlines()[:2] == ["setting,fedavg,perfedavg_hf,majority class", "tau=4,81.20 ± 4.97,82.00 ± 4.97,50.00"]
+    report.main([str(tmp_path), "--format", "markdown"])
+    assert capsys.readouterr().out.startswith("| setting | fedavg | perfedavg_hf | majority class |\n| --- | ---: |")
 
 
-def test_report_refuses_in_one_line(tmp_path):
+def test_report_refuses_in_one_line(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for args, words in (([tmp_path / "empty"], "no run folder"), ([tmp_path / "absent"], "no such folder"), ([], "at least one run")):
-        done = cli(*args)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert re.fullmatch(rf"perfed: .*{words}.*\n", done.stderr)
+        assert report.main(list(map(str, args))) == 1
+        out, err = capsys.readouterr()
+        assert out == "" and re.fullmatch(rf"perfed: .*{words}.*\n", err)
 
 
 def test_sweep_refuses_to_mix_protocols(tmp_path):
