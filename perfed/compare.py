@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 from perfed import keys, stats, tables
 from perfed.errors import nearest, require
-from perfed.measures import Measure, measure
+from perfed.measures import Measure, machine, measure
 from perfed.pivot import Asked, Label, Pivot, Source, arrange, asked, number, unequal
 from perfed.results import Run
 from perfed.tables import MARKED_FROM, Cell, Grid, grid
@@ -63,7 +63,7 @@ def table(
             differences = _differences(values, heads.index(reference), len(heads), want.measure, margin)
             rows.append([*pivot.labels(row), f"minus {reference}", *differences, *["-"] * len(base)])
     notes += [f"{run.folder.name} is left out: {why}." for _, _, cell in pivot.each() for run, why in cell.left_out]
-    notes += unequal(pivot)
+    notes += unequal(pivot) + (_machines(pivot) if want.measure.name == "seconds" else [])
     columns = [*pivot.heads(), *([] if reference is None else ["shown"]), *shown, *(["majority class"] if beside else [])]
     counts = [len(n.per_seed) for n in numbers.values() if n.per_seed] or [len(c.taken) for c in pivot.cells.values() if c.taken]
     caption = tables.sweep_caption(
@@ -80,6 +80,11 @@ def table(
 def marks_of_row(values: Mapping[int, Mapping[str, float]]) -> tuple[set[int], dict[int, str]]:
     """Columns with the highest mean accuracy, and by column the † of those not separated from it; ``values``: column -> by seed."""
     return _marks(values, measure("accuracy", []), True)
+
+
+def _machines(pivot: Pivot) -> list[str]:
+    found = sorted({machine(run) for run in pivot.runs})
+    return [f"Measured on {found[0]}." if len(found) == 1 else f"The seconds do not compare, the machines differ: {'; '.join(found)}."]
 
 
 def _marks(

@@ -154,7 +154,8 @@ def arrange(
     """
     require(bool(runs), "run", "", "at least one run folder")
     protocols = list(dict.fromkeys(run.result["protocol"] for run in runs if run.complete))
-    require(len(protocols) < 2, "protocol", ", ".join(protocols), "one table holds runs of one protocol; make one table for each")
+    one = "one table holds runs of one protocol; make one for each: where=protocol=NAME"
+    require(len(protocols) < 2, "protocol", ", ".join(protocols), one)
     configs = [_flat(run) for run in runs]
     column_keys = tuple(keys.find(word, configs, "columns") for word in columns)
     if rows is None:

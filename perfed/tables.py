@@ -247,7 +247,7 @@ def sweep_caption(
     counts = sorted(set(seeds or [len(run.result["seeds"]) for run in runs]))
     many = f"{counts[0]} seed{'s' if counts[0] > 1 else ''}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
     alone = "; n/a: one seed has no interval" if counts[0] == 1 else ""
-    interval = f"± is the half-width of the 95 % Student-t interval over {many} {unit}{alone}"
+    interval = f"± is the half-width of the 95 % Student-t interval over {many} {unit}, t(S-1, .975) s / sqrt(S){alone}"
     result = dict(runs[0].result)
     if len({run.result.get("protocol_text") for run in runs}) > 1:  # the adaptation batch is a setting of the rows
         del result["protocol_text"]

@@ -307,6 +307,7 @@ def test_measures_of_the_files(two):
     group = users[(users["steps"] == 1) & (users["user"] < 5)]["correct"].mean() / 25
     assert one("group:classes 0-4")[1].startswith(f"{100 * group:.2f} ± ")
     assert one("grad_evals")[1] == "600" and one("seconds")[1] == "2.00"  # 6 s, 3 seeds
+    assert grid_of(two, ["tau"], cell="seconds").notes == ("Measured on a machine not stored.",)
     assert one("loss")[1] == "0.5000 ± 0.0000"
     table = grid_of(two, ["tau"], cell="val_accuracy")
     assert cells(table)[0][1] == "-" and table.notes == ("-: fedavg, local, tau=10: no validation data (split.val=0).",)
