@@ -121,7 +121,7 @@ def _drawn(runs: Sequence[Run], folder: Path) -> list[Part]:
 
 def _cells(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
     """setting -> method -> runs, as in the sweep's table."""
-    pivot = arrange(runs)
+    pivot = arrange(runs, by_value=False)
     found: dict[str, dict[str, list[Run]]] = {}
     for row, column, cell in pivot.each():
         found.setdefault(pivot.name(row), {})[pivot.head(column)] = list(cell.runs)
