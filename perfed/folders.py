@@ -196,7 +196,9 @@ def _not_ours(folder: Path) -> str:
     if folder.is_symlink() or (folder / "status.json").is_symlink():
         return "a link; give the folder itself"
     stored = results.read_json(folder / "status.json") or {}
-    if stored.get("status") not in STATUSES or not re.fullmatch("[0-9a-f]{64}", str(stored.get("identity"))):
+    lock = results.read_json(folder / results.LOCK) or {}  # all that a job which failed before its run has
+    marked = re.fullmatch("[0-9a-f]{64}", str(stored.get("identity"))) or {"pid", "host", "since"} <= set(lock)
+    if stored.get("status") not in STATUSES or not marked:
         return "its status.json is damaged or not perfed's; remove it by hand"
     for here, inside, names in os.walk(folder):
         inside[:] = [name for name in inside if not (Path(here) == folder and name.startswith("eval-"))]

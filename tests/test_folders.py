@@ -145,6 +145,16 @@ def test_prune_removes_nothing_that_is_no_run(home, tmp_path, capsys):
     assert "stays: another run lies in it (" in err and "a" in left(home)
 
 
+def test_prune_takes_a_job_that_failed_before_its_run(tmp_path, capsys):
+    """It has a lock, a log and a status without identity."""
+    with results.Claim(tmp_path / "job"):
+        results.write_status(tmp_path / "job", "FAILED", traceback="Traceback\nOSError: gone")
+    (row,) = cells(folders.listing(folders.find([tmp_path])))
+    assert row[1:7] == ["FAILED", "-", "-", "-", "-", "-"]
+    run(capsys, tmp_path, "prune=FAILED", "yes=true")
+    assert left(tmp_path) == []
+
+
 def test_prune_takes_what_was_scored_again_along(home, capsys):
     scored = claimed(home / "b" / "eval-paper-1", "DONE")
     assert folders.size(home / "b") > folders.size(scored) > 0
