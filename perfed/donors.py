@@ -83,12 +83,15 @@ def _candidates(prepared: Prepared, folder: Path) -> list[_Found]:
     out = []
     for path in folder.absolute().parent.glob("*/status.json"):
         home = path.parent
-        status = None if home.name == folder.absolute().name else results.read_json(path)
-        if not status or status.get("family") != mine or status["status"] not in ("DONE", "DIVERGED"):
+        try:
+            status = results.read_json(path) or {}
+            if home.name == folder.absolute().name or status.get("family") != mine or status.get("status") not in ("DONE", "DIVERGED"):
+                continue
+            result = results.read_json(home / "result.json") or {}
+        except OSError:  # of another user, say
             continue
-        result = results.read_json(home / "result.json") or {}
         seeds, rounds, other = (result.get(key) for key in ("seeds", "rounds", "partition_digest"))
-        if not seeds or not rounds or any(digests.get(str(seed)) != other[str(seed)] for seed in seeds):
+        if not seeds or not rounds or any(digests.get(str(seed)) != other[str(seed)] for seed in seeds if str(seed) in digests):
             continue
         longer = tuple(seeds) == config.seed_values and rounds < config.rounds and not config.algo.uses_horizon
         wider = set(seeds) < set(config.seed_values) and rounds == config.rounds
@@ -112,6 +115,12 @@ def _read(start: Start, path: Path, found: _Found) -> dict[str, Any]:
     return stored
 
 
+def _elsewhere(start: Start, stored: dict[str, Any]) -> str:
+    """Another processor may round otherwise; that is told, not refused."""
+    was = stored["facts"]["processor"]
+    return "" if was == facts(start.prepared)["processor"] else f" on another processor ({was})"
+
+
 def _rounds(start: Start, found: _Found) -> None:
     """Begin where the donor ended."""
     stored, every = _read(start, found.folder / FINAL, found), start.prepared.config.eval_every
@@ -122,7 +131,7 @@ def _rounds(start: Start, found: _Found) -> None:
         stored["rows"] = [row for row in stored["rows"] if row["round"] != k]
         clock.pop(f"train until round {k}", None)
     start.stored, start.clock = stored, clock
-    start.told = [*stored["told"], f"rounds 1 to {k} were computed by {found.folder.name}"]
+    start.told = [*stored["told"], f"rounds 1 to {k} were computed by {found.folder.name}{_elsewhere(start, stored)}"]
     start.lines.append(f"starts after round {k}, from the final state of {found.folder.name}")
 
 
@@ -146,7 +155,7 @@ def _seeds(start: Start, found: _Found, folder: Path) -> None:
         raise _Unfit(f"its state cannot be copied ({error})") from error
     start.donor, start.seeds = stored, missing
     listed = ", ".join(map(str, found.seeds))
-    start.told = [*stored["told"], f"seeds {listed} were computed by {found.folder.name}: {ROUNDING}"]
+    start.told = [*stored["told"], f"seeds {listed} were computed by {found.folder.name}{_elsewhere(start, stored)}: {ROUNDING}"]
     start.lines.append(f"seeds {listed} are taken from {found.folder.name}; the others are computed")
 
 

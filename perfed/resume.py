@@ -107,15 +107,12 @@ def asked(config: Config) -> dict[str, Any]:
 def begin(prepared: Prepared, folder: Path) -> Start:
     """Find the state that this run has left in its folder: the end of its training, else the last good checkpoint.
 
-    A damaged file costs a line and is passed over. ``force=true`` removes them all. Raises UserError where the state may not be
-    continued here, or belongs to another run.
+    Writes nothing. A damaged file costs a line and is passed over; ``force=true`` looks at none. Raises UserError where the state may not
+    be continued here, or belongs to another run.
     """
     config = prepared.config
     start = Start(prepared, None, config.seed_values)
-    if config.force:
-        clear(folder, FINAL)
-        return start
-    for name in (FINAL, STATE, PREVIOUS):
+    for name in (FINAL, STATE, PREVIOUS) if not config.force else ():
         if not (folder / name).is_file():
             continue
         try:

@@ -165,6 +165,8 @@ def _run(
     prepared = start.prepared
     results.write_text(folder / "config.yaml", stored_yaml(config))
     results.write_status(folder, "RUNNING", identity=who.hash)
+    if config.force:
+        resume.clear(folder, checkpoint.FINAL)
     for seed, partition in zip(config.seed_values, prepared.partitions, strict=True):
         partition.save(folder / f"partition-seed{seed}.npz")
     mode = "off" if quiet and config.progress != "lines" else config.progress

@@ -452,19 +452,6 @@ def test_a_second_signal_in_the_middle_of_a_round_loses_no_bit(config, unbroken,
     assert content(tmp_path / "cut") == content(whole.folder)
 
 
-def test_a_damaged_state_is_refused_in_one_line(config, plain, monkeypatch, tmp_path):
-    with monkeypatch.context() as patch:
-        interrupt(patch, 2)
-        with pytest.raises(train.Interrupted):
-            train.run(config(), tmp_path / "cut")
-    path = tmp_path / "cut" / "state.pt"
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(UserError, match="damaged") as caught:
-        train.run(config(), tmp_path / "cut")
-    assert "force=true" in str(caught.value) and "\n" not in str(caught.value)
-    assert train.run(config("force=true"), tmp_path / "cut").status == "DONE"
-
-
 def test_a_signal_to_the_command_ends_with_130(tmp_path):
     root = Path(__file__).parents[1]
     words = [*DATA, *SMALL[:-3], "rounds=200000", "eval_every=200000", "progress=lines", f"outputs={tmp_path}", f"data_root={tmp_path}"]
