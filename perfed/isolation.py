@@ -34,9 +34,10 @@ _CUDNN = ("enabled", "benchmark", "deterministic", "allow_tf32")
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """What the block changes in the process is undone when it ends: torch's default dtype and device, threads, gradient mode, matrix
-    product precision, determinism, cuDNN's flags and random generators; numpy's error handling; warning filters; environment, working and
-    import folders; handlers of SIGINT and SIGTERM.
+    """What the block changes in the process is undone when it ends.
+
+    Undone: torch's default dtype and device, threads, gradient mode, matrix product precision, determinism, cuDNN's flags and random
+    generators; numpy's error handling; warning filters; environment, working and import folders; handlers of SIGINT and SIGTERM.
     Not undone: the random generators of Python and numpy, which start anywhere in every process.
     """
     before = [get() for get, _ in _SETTINGS]

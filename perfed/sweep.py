@@ -110,7 +110,7 @@ def guarded(sweep: Sweep) -> Iterator[None]:
     def watch() -> None:
         sent = 0
         while not done.wait(POLL_SECONDS):
-            for _ in range((sweep.halted or {}).get("signals", 0) - sent):
+            if sent < (sweep.halted or {}).get("signals", 0):  # one at a time: two that come together are one
                 sent += 1
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -147,7 +147,7 @@ def own_gpu(gpus: tuple[str, ...]) -> str:
     """
     folder = Path(tempfile.gettempdir()) / f"perfed-gpus-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return least_used(gpus, lambda name: _lock_for_life(folder / name))
+    return least_used(gpus, lambda name: _lock_for_life(folder / name) is not None)
 
 
 def least_used(gpus: Sequence[str], take: Callable[[str], bool]) -> str:
@@ -155,15 +155,15 @@ def least_used(gpus: Sequence[str], take: Callable[[str], bool]) -> str:
     return next(gpu for level in itertools.count() for gpu in gpus if take(f"{re.sub('[^A-Za-z0-9-]', '_', gpu)}-{level}"))
 
 
-def _lock_for_life(path: Path) -> bool:
-    """Take the lock of a file, which is kept until this process ends; False where another process has it."""
+def _lock_for_life(path: Path) -> int | None:
+    """Take the lock of a file; its descriptor, which is to stay open until this process ends. None where another process has it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(fd)
-        return False
-    return True
+        return None
+    return fd
 
 
 # ---------------------------------------------------------------- in the launching process
