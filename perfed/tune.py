@@ -93,10 +93,10 @@ def _main(argv: Sequence[str]) -> int:
     composer = Composer()
     wanted = request(argv, composer)
     first = next(iter(wanted.spaces.values()))
-    composed = functools.partial(compose, composer=composer)
-    config = parse(composed([*wanted.words, f"algo={first.method}", *first.fixed]))
+    composed = functools.cache(lambda words: compose(words, composer))  # each trial is looked at more than once
+    config = parse(composed((*wanted.words, f"algo={first.method}", *first.fixed)))
     require(config.study.name is None, "study.name", config.study.name, _OWN["study.name"])
-    context = Context(config, wanted.words, composed)
+    context = Context(config, wanted.words, lambda words: composed(tuple(words)))
     base = {name: (f"algo={name}",) for name in wanted.spaces}
     _check(context, base, wanted.spaces)
     seeds = tuning.tuning_seeds(config)

@@ -43,12 +43,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Job:
-    """One run: how it is announced, and the words that compose it. ``trials``: further words of each of several that are trained as lanes
-    of one job (``perfed.lanes``)."""
+    """One run: how it is announced, and the words that compose it. Or ``trials``, to be trained as lanes of one job (``perfed.lanes``)."""
 
     label: str
     words: tuple[str, ...]
-    trials: tuple[tuple[str, ...], ...] = ()
+    trials: tuple[Config, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,16 +59,15 @@ class Done:
     problem: str | None = None
 
 
-def _work(words: tuple[str, ...], trials: tuple[tuple[str, ...], ...] = (), alone: bool = False) -> Done:
-    """Train one configuration, in whatever process this is. ``alone``: a signal that ends the run ends the study too."""
+def _work(words: tuple[str, ...], trials: tuple[Config, ...] = (), alone: bool = False) -> Done:
+    """Train one configuration, or several as lanes, in whatever process this is. ``alone``: a signal that ends a run ends the study."""
     from perfed import lanes, results, train
-    from perfed.frontdoor import Composer, compose
+    from perfed.frontdoor import compose
 
     started, folder = time.perf_counter(), None
     try:
         if trials:
-            composer = Composer()
-            lanes.train([parse(compose([*words, *more], composer)) for more in trials])
+            lanes.train(trials)
             return Done(None, time.perf_counter() - started)
         config = parse(compose(list(words)))
         folder = train.run(config).folder

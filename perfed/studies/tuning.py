@@ -250,7 +250,7 @@ def _side_by_side(context: Context, jobs: Mapping[tuple[str, int], Job]) -> dict
         for piece in np.array_split(np.arange(len(group)), count):
             keys = [group[i] for i in piece]
             made[f"{keys[0][0]}, {len(keys)} side by side from {' '.join(jobs[keys[0]].label.split()[1:])}"] = keys
-    ended = run_all([Job(text, (), tuple(jobs[key].words for key in keys)) for text, keys in made.items()], context, "job")
+    ended = run_all([Job(text, (), tuple(configs[key] for key in keys)) for text, keys in made.items()], context, "job")
     for text, keys in made.items():
         if ended[text].problem is None:
             known |= {key: lanes.stored(configs[key]) for key in keys}
