@@ -158,7 +158,7 @@ FORMATS: dict[str, Callable[[tables.Grid], str]] = {
     "plain": tables.plain, "markdown": tables.markdown, "latex": tables.latex, "csv": tables.to_csv,
 }  # fmt: skip
 SWITCHES = ("users", "list", "yes")
-MODES = ("why", "power", "target", "users", "list", "prune")
+MODES = ("why", "power", "target", "users", "list", "prune", "html")
 SHAPING = ("rows", "columns", "cell", "model", "steps", "reference", "margin", "scatter")
 
 
@@ -187,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--target", metavar="PERCENT", help="rounds, gradient evaluations and seconds to an accuracy")
     add("--users", action="store_true", help="share of users better and worse off than with local and with fedavg; the worst 10 %%")
     add("--scatter", metavar="FILE", help="draw every user against himself under local, as FILE.png and FILE.pdf")
+    add("--html", metavar="FILE", help="write one self-contained page: tables, pictures, configurations, links to the run folders")
     add("--list", action="store_true", help="the run folders: status, setting, seeds, rounds, accuracy, size, age")
     add("--prune", metavar="STATUS,...", help="name the run folders of a status (FAILED, INTERRUPTED, ...) and what they take; see --yes")
     add("--yes", action="store_true", help="with --prune: remove them")
@@ -215,7 +216,8 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     for first, second in zip(modes, modes[1:], strict=False):
         raise UserError(second, getattr(options, second), f"not together with {first}")
     for mode in modes:
-        allowed = {"why": ("rows", "columns", "cell", "model", "steps"), "list": (), "prune": ()}.get(mode, SHAPING[:5] + ("scatter",))
+        alone = {"why": ("rows", "columns", "cell", "model", "steps"), "list": (), "prune": (), "html": ()}
+        allowed = alone.get(mode, SHAPING[:5] + ("scatter",))
         allowed += ("reference",) if mode == "power" else ()
         other = next((key for key in SHAPING if key not in allowed and getattr(options, key) != parser.get_default(key)), None)
         require(other is None, other or "", getattr(options, other or "rows"), f"says nothing with {mode}")
@@ -245,6 +247,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _options(argv)
         passed: list[str] = []
+        if options.html is not None:
+            print(_page(options, passed))
+            return 0
         grids = _prune(options, passed) if options.prune is not None else _grids(options, passed)
         write = FORMATS[options.format]
         print("\n".join(write(table) for table in grids), end="", flush=True)
@@ -288,6 +293,20 @@ def _grids(options: argparse.Namespace, passed: list[str]) -> list[tables.Grid]:
     if options.users:
         return [views.users_table(pivot, **judged)]
     return [compare.table(pivot, options.cell, **judged, reference=options.reference, margin=options.margin)]
+
+
+def _page(options: argparse.Namespace, passed: list[str]) -> Path:
+    """Write the page; runs of several protocols get a section each."""
+    from perfed.webpage import write_html
+
+    path = Path(options.html).expanduser()
+    require(path.suffix.lower() in (".html", ".htm"), "html", path, "a name that ends in .html")
+    require(path.parent.is_dir() and not path.is_dir(), "html", path, "a file in a folder that exists")
+    try:
+        write_html(path, _runs(options, passed))
+    except OSError as error:
+        raise UserError("html", path, f"cannot be written: {error.strerror or error}") from error
+    return path
 
 
 def _scatter(options: argparse.Namespace) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from perfed import compare, figures, keys, results, tables
-from perfed.errors import UserError, require, show
+from perfed.errors import require, show
 from perfed.htmlpage import Folded, Links, Part, Picture, Section, typed, write_page
 from perfed.pivot import arrange
 from perfed.results import Run
@@ -220,41 +218,3 @@ def _run(run: Run, shared: Mapping[str, Any]) -> Section:
     if own:
         parts.append(Folded(f"Configuration beside what is common ({len(own)} keys)", [own]))
     return Section(run.folder.name, parts, level=3)
-
-
-# ---------------------------------------------------------------- command line
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError("webpage", " ".join(sys.argv[1:]), f"{message}; see --help")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code: 0, 1 after one line on stderr, 130 when interrupted."""
-    from perfed.report import find
-
-    parser = _Parser(prog="perfed.webpage", description="Write one self-contained HTML page over run folders.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, or a folder that holds run folders")
-    parser.add_argument("file", metavar="FILE.html", help="the page; an older one is replaced")
-    parser.add_argument("--title", help="default: the methods and the data")
-    try:
-        options = parser.parse_args(argv)
-        path = Path(options.file).expanduser()
-        require(path.suffix.lower() in (".html", ".htm"), "file", path, "a name that ends in .html")
-        require(path.parent.is_dir() and not path.is_dir(), "file", path, "a file in a folder that exists")
-        try:
-            write_html(path, find(options.runs), options.title)
-        except OSError as error:
-            raise UserError("file", path, f"cannot be written: {error.strerror or error}") from error
-    except UserError as error:
-        print(f"perfed: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print(path)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import pytest
 from test_report import fake_run
 
-from perfed import compare, figures, results, tables, webpage
+from perfed import compare, figures, report, results, tables, webpage
 from perfed.htmlpage import POLICY, Folded, Links, Picture, Section, write_page
 from perfed.report import find
 
@@ -267,16 +267,17 @@ def test_sections_of_a_study(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["absent", "x.html"], "run=absent: no such folder"),
-        (["a"], "the following arguments are required"),
-        (["a", "b"], "file=b: a name that ends in .html"),
-        (["a", "no/x.html"], "file=no/x.html: a file in a folder that exists"),
+        (["absent", "html=x.html"], "run=absent: no such folder"),
+        (["a", "html=b"], "html=b: a name that ends in .html"),
+        (["a", "--html", "no/x.html"], "html=no/x.html: a file in a folder that exists"),
+        (["a", "html=x.html", "rows=tau"], "rows=tau: says nothing with html"),
+        (["a", "html=x.html", "list=true"], "html=x.html: not together with list"),
     ],
 )
 def test_command_line_refuses_in_one_line(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fake_run(tmp_path / "a", status="FAILED")
-    assert webpage.main(words) == 1
+    assert report.main(words) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("perfed: ") and message in err and err.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
@@ -285,8 +286,8 @@ def test_command_line_refuses_in_one_line(words, message, tmp_path, monkeypatch,
 def test_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fake_run(tmp_path / "outputs" / "a", status="FAILED")
-    assert webpage.main(["outputs", "x.html", "--title", "mine"]) == 0
-    assert capsys.readouterr().out == "x.html\n" and Page((tmp_path / "x.html").read_text()).said("h1") == ["mine"]
+    assert report.main(["outputs", "--html", "x.html"]) == 0
+    assert capsys.readouterr().out == "x.html\n" and len(Page((tmp_path / "x.html").read_text()).said("h1")) == 1
 
 
 # ---------------------------------------------------------------- a real browser
