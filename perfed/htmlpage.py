@@ -212,8 +212,9 @@ def _scrolled(table: Element, heading: str) -> Element:
 def _table(table: Grid, heading: str) -> Element:
     head = _e("tr", *(_e("th", name, scope="col") for name in table.columns))
     rows = []
-    for first, *others in table.rows:
-        cells = [_e("th", *_cell(first), scope="row")]
+    for row in table.rows:
+        names, others = row[: table.labels], row[table.labels :]
+        cells = [_e("th", *_cell(cell), scope="row") for cell in names]
         cells += [_e("td", *_cell(cell), {"class": "short"} if len(cell.text) <= SHORT else {}) for cell in others]
         rows.append(_e("tr", *cells))
     whole = _e("table", _e("thead", head), "\n", _e("tbody", *_lines(rows)))
