@@ -77,7 +77,8 @@ def listing(runs: Sequence[Run], now: float | None = None) -> Grid:
     """One row a run: folder, status, algorithm, setting, seeds, rounds, accuracy, size on disk, age of its last status."""
     now = time.time() if now is None else now
     configs = [flat(run.config) for run in runs]
-    tell = keys.telling(configs) or [key for key in ("dataset.name", "tau") if any(key in config for config in configs)]
+    named = [config for config in configs if config]
+    tell = keys.telling(named) or [key for key in ("dataset.name", "tau") if any(key in config for config in named)]
     rows = []
     for run, config in zip(runs, configs, strict=True):
         setting = ", ".join(f"{keys.shown(key)}={keys.typed(config[key])}" for key in tell if key in config) or "-"

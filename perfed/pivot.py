@@ -44,8 +44,7 @@ class Source:
             return "", ""
         if not self.runs:
             return "-", "no run"
-        status = self.runs[0].status
-        return "FAILED" if status["status"] == "FAILED" else "-", f"{status['status']}{_cause(status)} ({self.runs[0].folder.name})"
+        return "FAILED" if self.runs[0].status["status"] == "FAILED" else "-", _ended(self.runs[0])
 
 
 def source(runs: Sequence[Run]) -> Source:
@@ -71,6 +70,10 @@ def _by_seed(run: Run) -> dict[str, Any]:
     return {str(seed): ("diverged", lost[str(seed)]) if str(seed) in lost else value.get(str(seed)) for seed in run.result["seeds"]}
 
 
+def _ended(run: Run) -> str:
+    return f"{run.status['status']}{_cause(run.status)} ({run.folder.name})"
+
+
 def _cause(status: Mapping[str, Any]) -> str:
     """The error's last line, where a failed run stored one."""
     lines = str(status.get("error") or status.get("traceback") or "").strip().splitlines()
@@ -82,7 +85,8 @@ def _cause(status: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Pivot:
-    """Runs sorted into cells. ``one_label``: the row's keys share one column, ``setting``, else each has its own."""
+    """Runs sorted into cells. ``one_label``: the row's keys share one column, ``setting``, else each has its own. ``nameless``: runs that
+    failed before they had a configuration, beside others; they have no cell."""
 
     row_keys: tuple[str, ...]
     column_keys: tuple[str, ...]
@@ -90,6 +94,7 @@ class Pivot:
     columns: tuple[Label, ...]
     cells: Mapping[tuple[Label, Label], Source]
     one_label: bool
+    nameless: tuple[Run, ...] = ()
 
     @property
     def runs(self) -> list[Run]:
@@ -156,6 +161,11 @@ def arrange(
     protocols = list(dict.fromkeys(run.result["protocol"] for run in runs if run.complete))
     one = "one table holds runs of one protocol; make one for each: where=protocol=NAME"
     require(len(protocols) < 2, "protocol", ", ".join(protocols), one)
+    nameless = [run for run in runs if not run.config and run.result is None]
+    if len(nameless) < len(runs):
+        runs = [run for run in runs if run not in nameless]
+    else:
+        nameless = []
     configs = [_flat(run) for run in runs]
     column_keys = tuple(keys.find(word, configs, "columns") for word in columns)
     if rows is None:
@@ -184,6 +194,7 @@ def arrange(
         _sorted([column for _, column in found], column_keys),
         {place: source([run for run, _ in cell]) for place, cell in found.items()},
         rows is None,
+        tuple(nameless),
     )
     _same_data(pivot)
     return pivot
@@ -226,15 +237,16 @@ def _same_data(pivot: Pivot) -> None:
 
 
 def unequal(pivot: Pivot) -> list[str]:
-    """A note on what differs between cells and stands neither in rows nor in columns."""
+    """Notes on runs that have no place, and on what differs between cells and stands neither in rows nor in columns."""
+    lost = [f"In no cell, it has no configuration: {_ended(run)}." for run in pivot.nameless]
     if pivot.one_label:
-        return []
+        return lost
     configs = [_flat(run) for run in pivot.runs]
     parts = []
     for key in keys.telling(configs, {*pivot.row_keys, *pivot.column_keys}):
         kinds = {keys.alike(c[key]): keys.typed(c[key]) for c in configs if key in c}
         parts.append(f"{keys.shown(key)}={', '.join(list(kinds.values())[:6])}{', ...' * (len(kinds) > 6)}")
-    return [f"The cells differ in more than rows and columns say: {'; '.join(parts)}."] if parts else []
+    return lost + ([f"The cells differ in more than rows and columns say: {'; '.join(parts)}."] if parts else [])
 
 
 # ---------------------------------------------------------------- numbers

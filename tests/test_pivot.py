@@ -173,6 +173,14 @@ def test_a_note_says_what_rows_and_columns_do_not():
     assert table.notes == ("The cells differ in more than rows and columns say: rounds=25, 100.",)
 
 
+def test_a_run_without_a_configuration_has_no_cell_and_is_named():
+    lost = Run(Path("x"), {"status": "FAILED", "traceback": "Traceback\nOSError: gone"}, {}, None)
+    table = grid_of([made(), lost, made("local")])
+    assert cells(table) == [["tau=10, alpha=0.01", "82.00 ± 1.96", "82.00 ± 1.96", "50.00"]]
+    assert table.notes == ("In no cell, it has no configuration: FAILED, OSError: gone (x).",)
+    assert cells(grid_of([lost])) == [["all", "FAILED", "-"]]
+
+
 def test_other_data_under_the_same_settings_do_not_compare():
     with pytest.raises(UserError, match="^run=b: made with other data than a"):
         grid_of([made(name="a", result={"data": "1"}), made("local", name="b", result={"data": "2"})])
