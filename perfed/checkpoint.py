@@ -27,8 +27,8 @@ from perfed.federate import Costs, Federation
 from perfed.types import Tree
 
 STATE, PREVIOUS, FINAL, DONOR = "state.pt", "state-previous.pt", "final.pt", "donor.pt"
-SHARE = 0.05
-"""Largest share of a run's time that its checkpoints may take."""
+SHARE = 0.04
+"""Share of a run's time that its checkpoints are planned to take at most; 5 % is promised, and a save may take longer than planned."""
 SAVE_SECONDS, SAVE_BYTES = 0.02, 200 * 2**20
 """What the first save is taken to cost: seconds, and bytes a second; later ones are taken to cost what the last one did."""
 
