@@ -131,10 +131,12 @@ def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
 
     cells = command.cells
     sizes: dict[Path, prepare.Size] = {}
-    done = {cell.folder for cell in cells if _finished(cell)}
+    done: set[Path] = set()
     for number, cell in enumerate(cells):
         try:
-            if cell.folder not in done:
+            if _finished(cell):
+                done.add(cell.folder)
+            elif cell.folder not in sizes:
                 with settings_kept():
                     sizes[cell.folder] = prepare.size(prepare.prepare(cell.config))
                 cell.config.tracker.check()

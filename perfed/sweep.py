@@ -336,7 +336,7 @@ def _one_by_one(
             try:
                 ends[i].set_result(run([cell])[0][1])
             except Exception as error:  # submitit's own, of a job that left no result
-                ends[i].set_result(Outcome(1, f"its process left no result: {type(error).__name__}"))
+                ends[i].set_result(Outcome(1, f"its process left no result ({type(error).__name__}; see .submitit)"))
 
     for _ in range(min(together, len(cells))):
         threading.Thread(target=work, daemon=True).start()

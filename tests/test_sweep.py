@@ -458,8 +458,8 @@ def test_the_size_of_a_run():
 
 
 def test_jobs_at_once():
-    import hydra_plugins.hydra_joblib_launcher  # noqa: F401
-
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     cores = len(os.sched_getaffinity(0))
     pairs = (([], 1), (["hydra/launcher=joblib"], cores), (["hydra/launcher=joblib", "hydra.launcher.n_jobs=7"], 7))
     for words, count in (*pairs, (["hydra/launcher=submitit_local"], max(1, cores // 2)), (["hydra/launcher=submitit_slurm"], 1)):
@@ -495,8 +495,9 @@ def test_joblib(capfd, started):
 
 
 @pytest.mark.slow
-def test_submitit_local(capfd):
+def test_submitit_local(folder, monkeypatch, capfd):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    monkeypatch.setenv("PYTHONPATH", str(conf_dir().parent))  # its processes start anew; perfed need not be installed here
     assert main([*TINY, "outputs=alone"]) == 0
     (alone,) = Path("alone").iterdir()
     assert main([*TINY, "-m", "hydra/launcher=submitit_local", "algo.trouble=none,step,kill"]) == 1
@@ -524,7 +525,7 @@ def test_a_worker_of_joblib_is_killed(capfd):
 def test_ctrl_c_and_again(launcher, folder):
     """B33: Ctrl-C goes to all processes of a terminal. Status and code say so; the same command ends the sweep, as if nothing had been."""
     if launcher != "basic":
-        pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+        pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
     words = ["-m", "rounds=6", "tau=2,3,4", f"hydra/launcher={launcher}", *(["hydra.launcher.n_jobs=2"] if launcher == "joblib" else [])]
     command = [sys.executable, "-m", "perfed", *TINY, *words]
     env = {**os.environ, "PYTHONPATH": str(conf_dir().parent)}
