@@ -272,7 +272,8 @@ def _write(folder: Path, context: Context, found: Mapping[str, Tuned]) -> str:
     results.write_csv(folder / "trials.csv", rows, list(dict.fromkeys(key for row in rows for key in row)))
     results.write_text(folder / "choices.csv", tables.to_csv(table))
     results.write_text(folder / "chosen.yaml", _chosen(found, commands))
-    title = f"{config.dataset.name}, {config.partition.name}: validation accuracy of every trial; ring: chosen, cross: no result"
+    bars = ", bar: lowest to highest seed" if config.study.tuning_seeds > 1 else ""
+    title = f"{config.dataset.name}, {config.partition.name}: validation accuracy of every trial; ring: chosen, cross: no result{bars}"
     drawn = "![validation accuracy against the swept keys](sensitivity.png)\n"
     try:
         sensitivity({name: _points(method) for name, method in found.items()}, folder / "sensitivity.png", title)
