@@ -11,6 +11,7 @@ Exit codes: 0 done, finished before, or diverged (a result); 1 refused or a job 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import signal
@@ -232,7 +233,8 @@ def _study(command: Command, args: argparse.Namespace) -> int:
     if own is not None:
         raise Refused(own, f"study {config.study.name} chooses the algorithms; narrow it with study.methods=[...]")
     config.tracker.check()
-    return studies.main(config.study.name, Context(config, (*words, *_group([config], config.study.name)), compose))
+    reading_once = functools.partial(compose, composer=Composer())
+    return studies.main(config.study.name, Context(config, (*words, *_group([config], config.study.name)), reading_once))
 
 
 def _group(configs: Sequence[Config], name: str) -> list[str]:
