@@ -454,9 +454,5 @@ def user_scatter(panels: Mapping[str, Sequence[Mapping[str, Any]]], path: Path |
     for ax in axes[len(panels) :]:
         ax.remove()
     _finish(figure, axes[: len(panels)], bounds)
-    from matplotlib.backends.backend_pdf import FigureCanvasPdf
-
     _save(figure, path)
-    with atomic(Path(path).with_suffix(".pdf")) as temporary:
-        FigureCanvasPdf(figure).print_pdf(str(temporary), metadata={"CreationDate": None})
     return Path(path)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from perfed import cli, prepare, report, rescore
+from perfed import cli, prepare, report, rescore, tune
 from perfed.config import conf_dir
 from perfed.data.datasets import Dataset
 from perfed.errors import UserError
@@ -73,7 +73,7 @@ def mnist_sized() -> Dataset:
 @pytest.mark.parametrize("line", [line for line in COMMANDS if words(line)[1:3] == ["-m", "perfed"]])
 def test_command_is_composed_and_planned(line, user, monkeypatch):
     monkeypatch.chdir(user)
-    if "dataset=mnist" in line:
+    if "dataset=mnist" in line or "row=mnist" in line or "cifar=" in line:
         monkeypatch.setattr("perfed.data.datasets.fingerprint", lambda *_: "blank")
         monkeypatch.setattr("perfed.prepare.load", lambda *_: mnist_sized())
     if "cuda" in line:
@@ -102,7 +102,15 @@ def user(tmp_path_factory):
     x = rng.normal(size=(400, 5))
     owner = np.arange(400) % 10
     np.savez(home / "my_data.npz", x=x, y=(x[:, 0] > 0).astype(int), user=owner, split=(np.arange(400) // 10) % 4 == 0)
+    (home / "my_space.yaml").write_text("grid: {beta: [0.1, 0.2]}\n")
     return home
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if words(line)[2] == "perfed.tune" and long(line) and "algo=all" not in line])
+def test_tuning_is_composed_and_planned(line, user, monkeypatch, capsys):
+    monkeypatch.chdir(user)
+    assert tune.main([*words(line)[3:], "plan=true"]) == 0
+    assert "trials" in capsys.readouterr().out
 
 
 FIRST_OF_SECOND, FIRST_AFTER = (next(line for line in COMMANDS if word in line) for word in ("algo=reptile", "protocol=fewshot"))
@@ -122,10 +130,10 @@ def test_every_command_not_marked_long_is_executed(half, user, monkeypatch, caps
         rest = [hit for word in rest for hit in (sorted(glob.glob(word)) if word.startswith("outputs/") else [word])]
         if module == "perfed" and line not in DRAWN:
             rest.append("pictures=false")
-        code = {"perfed": cli.main, "perfed.rescore": rescore.main, "perfed.report": report.main}[module](rest)
+        code = {"perfed": cli.main, "perfed.rescore": rescore.main, "perfed.report": report.main, "perfed.tune": tune.main}[module](rest)
         out, err = capsys.readouterr()
         assert code == 0, f"{line}\n{err}"
-        assert re.search(r"±|\\pm|removed", out) or "plan=true" in line or "--help" in line, line
+        assert re.search(r"±|\\pm|removed|chosen|page\.html", out) or "plan=true" in line or "--help" in line, line
 
 
 def test_python_block_runs(user, monkeypatch, capsys):
@@ -140,7 +148,7 @@ def test_python_block_runs(user, monkeypatch, capsys):
 def test_every_option_has_a_line_of_its_own():
     """Each option of the groups that name a method stands in a command or beside one."""
     text = "\n".join(line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines())
-    for group in ("algo", "dataset", "model", "protocol", "experiment"):
+    for group in ("algo", "dataset", "model", "protocol", "experiment", "row", "tracker"):
         for path in (conf_dir() / group).glob("*.yaml"):
             assert path.stem in text, f"{group}={path.stem}"
 
