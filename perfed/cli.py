@@ -137,10 +137,11 @@ def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
         try:
             if _finished(cell):
                 done.add(cell.folder)
-            elif cell.folder not in sizes:
+                continue
+            cell.config.tracker.check()
+            if cell.folder not in sizes:
                 with settings_kept():
                     sizes[cell.folder] = prepare.size(prepare.prepare(cell.config))
-                cell.config.tracker.check()
         except UserError as error:
             if len(cells) == 1:
                 raise

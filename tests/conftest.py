@@ -4,7 +4,13 @@ The few long tests are dealt out to the beginnings of the workers' shares (``--d
 no worker is left alone with one at the end.
 """
 
+import signal
+import threading
+
 import torch
+
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts in the background ignore it
 
 torch.set_num_threads(1)
 

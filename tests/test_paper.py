@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from perfed import cli, results, stats
+from perfed import cli, figures, results, stats
 from perfed.config import NETWORKS, parse
 from perfed.frontdoor import Composer, compose
 from perfed.studies import alpha_sweep, aruba, compared, paper, table1
@@ -180,8 +180,8 @@ def test_equal_budgets_are_read_between_two_evaluations():
 
 def test_all_curves_of_figure_1_end_at_the_same_gradient_evaluations(tmp_path, monkeypatch):
     words = ["experiment=fig1", "row=digits_tau4", *SMALL, "rounds=6", "eval_every=3", f"outputs={tmp_path}"]
-    drawn = []
-    monkeypatch.setattr("perfed.figures.lines", lambda frame, *_, **__: drawn.append(frame), raising=False)
+    drawn, draw = [], figures.lines
+    monkeypatch.setattr(figures, "lines", lambda frame, *where, **how: (drawn.append(frame), draw(frame, *where, **how)))
     assert cli.main(words) == 0
     ends = {}
     for folder in tmp_path.glob("*-synthetic-*"):

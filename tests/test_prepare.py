@@ -151,7 +151,7 @@ def test_smoothness_is_the_largest_eigenvalue(classes):
     data = made.dataset
     x = np.concatenate([(data.x[index].reshape(len(index), -1) - data.offset) * data.scale, np.ones((len(index), 1))], axis=1)
     at_zero = tree.map(torch.zeros_like, made.initial[0])
-    found = prepare._smoothness(prepare.replace(made, initial=[at_zero]))
+    found = prepare.smoothness(prepare.replace(made, initial=[at_zero]))
     assert found == pytest.approx(np.linalg.eigvalsh(x.T @ x / len(x))[-1] / classes, rel=0.02)
 
 
