@@ -117,7 +117,9 @@ def main(context: Context) -> int:
         chosen = _tune(context, base, space)
         well = {key: found.words for key, found in chosen.items() if found.best is not None}
         jobs |= {Key(key.row, key.network, TUNED, key.method): (*base[key], HELD_OUT, *text) for key, text in well.items()}
-    ended = run_all([Job(key.label, text) for key, text in jobs.items()], context, "run")
+    ended: dict[str, Done] = {}
+    for block in (AS_CONFIGURED, TUNED) if study.tuned else (AS_CONFIGURED,):
+        ended |= run_all([Job(key.label, text) for key, text in jobs.items() if key.block == block], context, "run")
     folders = {key: ended[key.label].folder for key in jobs if ended[key.label].problem is None}
     runs = _judged(folders, study.protocols)
     return _report(context, rows, runs, {key: ended[key.label] for key in jobs}, chosen, smooth)
