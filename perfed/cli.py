@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -47,16 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: the process's own) and return the exit code. Never raises for the user's mistakes."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
+        return answered(_main, argv)
+    except BrokenPipeError:  # `perfed --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def answered(command: Callable[[list[str]], int], argv: list[str], after: str = "") -> int:
+    """The exit code of a command; a UserError or a signal becomes one line on stderr. ``after``: what to add when a signal ended it."""
+    try:
         with _sigterm():
-            return _main(argv)
+            return command(argv)
     except UserError as error:
         return _complain(str(error), FAILED)
     except KeyboardInterrupt as error:
         number = signal.Signals(getattr(error, "number", signal.SIGINT))
-        return _complain(f"ended by {number.name}", 128 + number)
-    except BrokenPipeError:  # `perfed --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return _complain(f"ended by {number.name}{after}", 128 + number)
 
 
 def _complain(text: str, code: int) -> int:

@@ -13,7 +13,6 @@ import functools
 import hashlib
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfed import results, tables
-from perfed.cli import DONE, FAILED, _complain, _sigterm
+from perfed.cli import DONE, FAILED, answered
 from perfed.config import Config, absolute, parse
-from perfed.errors import UserError, nearest, require
+from perfed.errors import nearest, require
 from perfed.frontdoor import Composer, FrontDoor, Refused, compose
 from perfed.studies import tuning
 from perfed.studies.jobs import Context, Done, Job, run_all
@@ -79,14 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or "-h" in argv or "--help" in argv:
         print(HELP)
         return DONE if argv else FAILED
-    try:
-        with _sigterm():
-            return _main(argv)
-    except UserError as error:
-        return _complain(str(error), FAILED)
-    except KeyboardInterrupt as error:
-        number = signal.Signals(getattr(error, "number", signal.SIGINT))
-        return _complain(f"ended by {number.name}; the same command goes on from here", 128 + number)
+    return answered(_main, argv, "; the same command goes on from here")
 
 
 def _main(argv: Sequence[str]) -> int:
