@@ -109,13 +109,15 @@ def train(configs: Sequence[Config]) -> list[Record]:
         known = scores.n_scored > 0
         fed.mark(torch.from_numpy((~np.isfinite(scores.loss).all(axis=(2, 3)) & known).any(axis=1)).to(fed.device))
         found = _records(configs, fed, prepared, scores)
-    facts = {"lanes": len(configs), "varying": list(fed.varying), "torch": torch.__version__, "device": fed.device.type}
+    facts = {"lanes": len(configs), "torch": torch.__version__, "device": fed.device.type}
     facts |= {"backend": fed.backend, "compiled": fed.compiled}
-    for config, record in zip(configs, found, strict=True):
+    own = varying(configs)
+    for i, (config, record) in enumerate(zip(configs, found, strict=True)):
         who = identity(config)
         path = _path(config, who.name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        results.write_json(path, {"identity": who.hash, **dataclasses.asdict(record), **facts})
+        tried = {"algo": config.algo.name, "values": {key: values[i] for key, values in own.items()}}
+        results.write_json(path, {"identity": who.hash, **tried, **dataclasses.asdict(record), **facts})
     return found
 
 

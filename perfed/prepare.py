@@ -414,8 +414,9 @@ def plan(config: Config) -> str:
         [[name, *(f"{v:g}" for v in row), f"{row.sum():g}"] for name, row in zip(names[shown], counts[shown], strict=True)],
         notes=[f"first {SHOWN_ROWS} of {len(names)} rows"] if len(names) > SHOWN_ROWS else [],
     )
-    picture = config.outputs_path / "plans" / f"{prepared.identity.name}.png"
-    drawn = f"picture: {picture}" if _draw_plan(picture, integers(counts[shown]), names[shown], prepared.dataset.classes) else "no picture"
+    picture, drawn = config.outputs_path / "plans" / f"{prepared.identity.name}.png", "no picture"
+    if config.pictures and _draw_plan(picture, integers(counts[shown]), names[shown], prepared.dataset.classes):
+        drawn = f"picture: {picture}"
     return (
         f"{prepared.identity.name}\n"
         f"  {config.n} users, {active} active a round, {config.seeds} seeds: {lanes} lanes; "

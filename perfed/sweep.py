@@ -138,6 +138,11 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple((listed or [str(i) for i in range(count)])[:count])
 
 
+def gpus_to_share(devices: Sequence[str]) -> tuple[str, ...]:
+    """The GPUs of which jobs in processes of their own see one each: none where a job's key ``device`` is cpu or names a GPU."""
+    return () if set(devices) <= {"cpu"} or any(":" in device for device in devices) else visible_gpus()
+
+
 @functools.cache
 def own_gpu(gpus: tuple[str, ...]) -> str:
     """The GPU of this process: one that the fewest processes of this user have, as long as each of them lives.

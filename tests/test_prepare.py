@@ -161,6 +161,15 @@ def test_notes_stand_in_the_plan_and_beside_the_decisions():
     assert "below 0.05" in prepare.plan(made.config)
 
 
+def test_the_plan_draws_its_counts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = ready("algo=fedavg")
+    assert "no picture" in prepare.plan(prepare.replace(made.config, pictures=False)) and not list(tmp_path.rglob("*.png"))
+    (shown,) = (line for line in prepare.plan(made.config).splitlines() if "picture: " in line)
+    (picture,) = tmp_path.rglob("*.png")
+    assert shown.split("picture: ")[1] == str(picture) and picture.with_suffix(".pdf").exists()
+
+
 # ---------------------------------------------------------------- parts of a user's data
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import numpy as np
 import pandas as pd
 import pytest
 
-from perfed import cli, results
+from perfed import cli, results, sweep
 from perfed.algorithms import ALGORITHMS
 from perfed.config import parse
 from perfed.errors import UserError
 from perfed.frontdoor import Composer, compose
-from perfed.studies import all_methods, tuning
+from perfed.studies import all_methods, jobs, tuning
 from perfed.studies.jobs import Context, Done
 
 COMPOSER = Composer()
@@ -55,21 +58,21 @@ def test_the_study_from_the_command_line(tmp_path, monkeypatch, capsys):
     words = ["experiment=all_methods", *SMALL, "study.methods=[fedavg,local]", "study.budget=20"]
     assert cli.main(words) == 0
     out = capsys.readouterr()
-    assert out.err.count("trial") == 2 * tuning.TRIALS and "method 2 of 2" in out.err
+    assert out.err.count("6 side by side") == 2 and "method 2 of 2" in out.err
     (folder,) = (tmp_path / "outputs").glob("all_methods-synthetic-*")
     table = pd.read_csv(folder / "methods.csv")
     assert set(table["method"]) == {"fedavg", "local", "majority class"}
     shown = [float(text.split(" ")[0]) for text in table["accuracy % ± 95 % CI"][:2]]
     assert shown == sorted(shown, reverse=True)
     assert set(table["rounds"][:2]) == {"2"}
-    # The choice is the trial with the highest validation accuracy, by hand from the runs' files.
+    # The choice is the trial with the highest validation accuracy, by hand from the trials' records.
     best: dict[str, tuple[float, float]] = {}
-    for path in (tmp_path / "outputs").glob("*-synthetic-*/rounds.csv"):
-        run = results.load(path.parent)
-        if run.result["seeds"] == [1000]:
-            last = run.rounds[(run.rounds["round"] == 2) & (run.rounds["steps"] == 1)]
-            found = (float(last["val_accuracy"].mean()), -run.result["beta"])  # of equals, the first in the grid: the smallest
-            best[run.result["algo"]] = max(best.get(run.result["algo"], (-1.0, 0.0)), found)
+    trials = [json.loads(path.read_text()) for path in (tmp_path / "outputs" / "trials").glob("*.json")]
+    assert len(trials) == 2 * tuning.TRIALS
+    for trial in trials:
+        assert list(trial["validation"]) == ["1000"] and list(trial["values"]) == ["algo.beta"]
+        found = (trial["validation"]["1000"], -trial["values"]["algo.beta"])  # of equals, the first in the grid: the smallest
+        best[trial["algo"]] = max(best.get(trial["algo"], (-1.0, 0.0)), found)
     choices = pd.read_csv(folder / "choices.csv").set_index("method")
     assert {m: -beta for m, (_, beta) in best.items()} == {m: float(choices["chosen"][m].partition("=")[2]) for m in best}
     final = [r for p in (tmp_path / "outputs").glob("*-synthetic-*/result.json") if (r := results.read_json(p))["seeds"] == [0, 1]]
@@ -77,6 +80,18 @@ def test_the_study_from_the_command_line(tmp_path, monkeypatch, capsys):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs").glob("*-synthetic-*/users.csv")}
     assert cli.main(words) == 0  # nothing is trained again
     assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+def test_a_worker_of_a_study_sees_one_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    sweep.own_gpu.cache_clear()
+    jobs._see_one(("3", "5"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    sweep.own_gpu.cache_clear()
+    jobs._see_one(("3", "5"))  # as the next worker would: the first has its lock still
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+    sweep.own_gpu.cache_clear()
 
 
 def test_the_plan_of_a_study_trains_nothing(tmp_path, monkeypatch, capsys):

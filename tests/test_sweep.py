@@ -404,6 +404,7 @@ def test_visible_gpus(monkeypatch):
     for devices, one_each in ((["auto", "cuda"], True), (["auto", "cuda:1"], False)):
         made = Sweep.of({}, Path("out"), devices)
         assert made.gpus == ("3", "5") and made.one_each == one_each and made.inline
+        assert sweep.gpus_to_share(devices) == (("3", "5") if one_each else ())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert sweep.visible_gpus() == ()
 

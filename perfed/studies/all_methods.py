@@ -59,7 +59,7 @@ def main(context: Context) -> int:
     seeds = f"{TRIALS} trials each on {config.study.tuning_seeds} seed(s), then {config.seeds} seeds"
     print(f"perfed: {len(spaces)} methods, {seeds}; {context.processes} at once", flush=True)
     common = {s.method: (f"algo={s.method}", f"rounds={rounds[s.method]}") for s in spaces}
-    found = tuned(context, common, {s.method: s for s in spaces})
+    found = tuned(context, common, {s.method: s for s in spaces}, lanes=True)
     final = [Job(m, (*common[m], *t.space.fixed, *t.words)) for m, t in found.items() if t.best is not None]
     ended = run_all(final, context, "method")
     return _report(context, spaces, rounds, found, ended)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from perfed import sweep
 from perfed.config import Config, parse
 from perfed.errors import UserError
 
@@ -86,6 +87,11 @@ def _work(words: tuple[str, ...], trials: tuple[Config, ...] = (), alone: bool =
     return Done(folder, time.perf_counter() - started)
 
 
+def _see_one(gpus: tuple[str, ...]) -> None:
+    """Before a worker's first job: it sees one GPU alone, the one that the fewest processes have."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = sweep.own_gpu(gpus)
+
+
 def _stop(pool: ProcessPoolExecutor) -> None:
     """End the workers by SIGTERM: a run ends its round and keeps its state. Again and again, since a worker whose run has ended
     takes the next job that is queued already."""
@@ -111,7 +117,9 @@ def run_all(jobs: Sequence[Job], context: Context, title: str) -> dict[str, Done
         for job in jobs:
             tell(job.label, _work(words[job.label], job.trials, alone=True))
         return done
-    with ProcessPoolExecutor(min(context.processes, len(jobs)), multiprocessing.get_context("spawn")) as pool:
+    gpus = sweep.gpus_to_share([context.config.device])
+    first = {"initializer": _see_one, "initargs": (gpus,)} if gpus else {}
+    with ProcessPoolExecutor(min(context.processes, len(jobs)), multiprocessing.get_context("spawn"), **first) as pool:
         try:
             waiting = {pool.submit(_work, words[job.label], job.trials): job.label for job in jobs}
             for future in as_completed(waiting):
