@@ -11,7 +11,7 @@ import io
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from perfed import stats
@@ -65,6 +65,16 @@ def plain(table: Grid) -> str:
     text = ["  ".join(side(item, width) for side, item, width in zip(sides, line, widths, strict=True)).rstrip() for line in lines]
     text.insert(depth, "  ".join("-" * width for width in widths))
     return "\n".join([*text, *(textwrap.fill(line, 110) for line in _below(table))]) + "\n"
+
+
+def unsaid(table: Grid, said: set[str]) -> Grid:
+    """The table with what its caption adds to those before it. ``said``: the clauses of those, to which its own are added."""
+    clauses = re.split(r"(?<=[;.]) ", table.caption)
+    new = [clause for clause in clauses if clause not in said]
+    said.update(clauses)
+    if len(new) == len(clauses):
+        return table
+    return replace(table, caption=f"{' '.join(new).rstrip(';.')}. Otherwise as above." if new else "As above.")
 
 
 def markdown(table: Grid) -> str:
@@ -240,7 +250,8 @@ def sweep_caption(
 ) -> str:
     """What the cells are: interval, protocol, what a seed redraws, and whether the steps were chosen (``tuned``: on validation data).
 
-    ``seeds``: how many each cell has, default: each run. ``unit`` "": there is no interval. ``marks``: a sentence, default: bold and †.
+    ``seeds``: how many each cell has, default: each run. ``unit`` "": there is no interval. ``marks``: a sentence, default: bold and † of
+    rows; "" where no cell is marked.
     """
     if not runs:
         return ""
@@ -253,7 +264,7 @@ def sweep_caption(
         del result["protocol_text"]
     chance = {_redraws(run.result) for run in runs}
     if marks is None:
-        marks = BOLD_OF_TUNED if tuned else BOLD_OF_ROW
+        marks = BOLD_OF_ROW
     return (
         f"{what}{f' ({stated})' if stated else ''}; {interval if unit else f'mean over {many}'}; protocol {_protocol(result)}; "
         + (chance.pop() if len(chance) == 1 else "a seed redraws what partition_seed, init_seed and sampling_seed of the row leave free")
@@ -264,7 +275,7 @@ def sweep_caption(
 
 _NOT_SEPARATED = "†: not separated from it (paired t over common seeds, Holm over {}, level 0.05); no marks below {} common seeds."
 STAR = " (* in plain text)"
-BOLD_OF_TUNED = f"Bold{STAR}: the highest mean; " + _NOT_SEPARATED.format("the comparisons with it", MARKED_FROM)
+BOLD_OF_COLUMN = f"Bold{STAR}: the highest mean; " + _NOT_SEPARATED.format("the comparisons with it", MARKED_FROM)
 BOLD_OF_ROW = f"Bold{STAR}: the highest mean of a row; " + _NOT_SEPARATED.format("all pairs of the row", MARKED_FROM)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from perfed import compare, figures, report, results, stats, tables
 from perfed.errors import UserError
+from perfed.studies import all_methods
 
 ROOT = Path(__file__).parents[1]
 GROUPS = ("classes 0-4", "classes 5-9, few images each")
@@ -311,3 +312,20 @@ def test_report_of_a_diverged_run(tmp_path, diverged):
 def test_tables_need_no_torch():
     code = "import sys, perfed.report; assert not {'torch', 'matplotlib', 'pandas', 'scipy'} & set(sys.modules), 'heavy import'"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_caption_says_again_only_what_is_new():
+    said: set[str] = set()
+    first = tables.grid(["a"], [["1"]], "Accuracy; protocol clean; a seed redraws all. Untuned. Bold: the best; no marks below 5.")
+    assert tables.unsaid(first, said) == first
+    second = tables.grid(["a"], [["2"]], "Accuracy; protocol paper; a seed redraws all. Tuned. Bold: the best; no marks below 5.")
+    assert tables.unsaid(second, said).caption == "protocol paper; Tuned. Otherwise as above."
+    assert tables.unsaid(first, said).caption == "As above." and first.rows == tables.unsaid(first, said).rows
+
+
+def test_a_caption_names_the_comparisons_that_its_marks_make(tmp_path):
+    run = results.load(fake_run(tmp_path / "a", "fedavg", seeds=5))
+    for tuned in (False, True):  # Table 1 marks rows, whether tuned or not; all_methods its one column of accuracies
+        assert "Holm over all pairs of the row" in tables.sweep_caption([run], tuned=tuned)
+    assert "Holm over the comparisons with it" in all_methods.method_table({"fedavg": run}, {"fedavg": 20}).caption
+    assert "Bold" not in tables.sweep_caption([run], marks="") and "†" not in tables.sweep_caption([run], marks="")

@@ -153,7 +153,7 @@ def method_table(runs: Mapping[str, results.Run], rounds: Mapping[str, int]) -> 
 
 def _caption(first: results.Run, runs: Mapping[str, results.Run]) -> str:
     return (
-        f"{tables.sweep_caption(list(runs.values()), tuned=True)} Before: the same model without adaptation. "
+        f"{tables.sweep_caption(list(runs.values()), tuned=True, marks=tables.BOLD_OF_COLUMN)} Before: the same model without adaptation. "
         "Better / worse than local: share of (seed, user) pairs with a higher / lower accuracy than under local training. Gradients "
         "(thousands; HVP: Hessian-vector products) and numbers sent (both ways) are counted over all "
         f"{first.result['n']} users of a seed."

@@ -97,7 +97,7 @@ def table_of(runs: Mapping[str, Run], alphas: list[float], size: float) -> table
         ends = [None if run is None else final_smoothness(run) for run in mine]
         rows.append([f"{alpha:g}", f"{alpha * size:.2g}", *map(text_of, mine)])
         rows.append(["  alpha L at the end", "", *("-" if end is None else f"{alpha * end:.2g}" for end in ends)])
-    caption = tables.sweep_caption(list(runs.values())) + (
+    caption = tables.sweep_caption(list(runs.values()), marks="") + (
         " alpha L: alpha times the largest Hessian eigenvalue of a user's loss (256 of his images), at the initial model and at the end of "
         "the training of the first seed."
     )

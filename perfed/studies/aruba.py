@@ -106,7 +106,8 @@ def table_of(runs: Mapping[str, Run], epoch: int, config: Config) -> tables.Grid
         recalled = {FO: paper.ROWS["cifar10_tau4"].recalled[FO], HF: paper.ROWS["cifar10_tau4"].recalled[HF], ARUBA: paper.RECALLED_ARUBA}
         rows += [[f"paper's {NAMES[m]}, as recalled", "-", tables.accuracy_text(*value), "-"] for m, value in recalled.items()]
     caption = (
-        f"{tables.sweep_caption(list(runs.values()), tuned=True)} One pass: {epoch} steps, all data of the user with the most. "
+        f"{tables.sweep_caption(list(runs.values()), tuned=True, marks='')} In rows 'as configured' they are the configuration's. "
+        f"One pass: {epoch} steps, all data of the user with the most. "
         f"ARUBA adapts with its learned steps, the others with alpha={config.alpha:g}."
     )
     return tables.grid(["method", "before adaptation", "after 1 step", "after one pass"], rows, caption)

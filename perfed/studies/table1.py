@@ -316,12 +316,13 @@ def _report(context: Context, rows: list[str], runs: Any, ended: Mapping[Key, Do
     variants = variants_of(runs)
     folder = config.outputs_path / _name(config, rows)
     folder.mkdir(parents=True, exist_ok=True)
-    sections = []
+    sections: list[Section] = []
+    said: set[str] = set()
     for number, variant in enumerate(variants, 1):
         shown = table_of(rows, runs, variant, smooth)
         sections.append(Section(variant.text, [shown, groups_of(rows, runs, variant)]))
         results.write_text(folder / f"table{number}.csv", tables.to_csv(shown))
-        print(f"\n{variant.text}\n\n{tables.plain(shown)}", flush=True)
+        print(f"\n{variant.text}\n\n{tables.plain(tables.unsaid(shown, said))}", flush=True)
     if variants:
         claims, whole, every = verdicts(*_values(config, runs, variants))
         sections += [Section("Verdicts", [claims, whole]), Section("Every comparison", [every], 3)]
