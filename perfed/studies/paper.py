@@ -233,5 +233,6 @@ def turned(verdicts: Mapping[Choices, str]) -> str:
     for made, verdict in others:
         changed = [(name, new) for (name, new), (_, old) in zip(made, base, strict=True) if new != old]
         if len(changed) == 1 and verdict not in (first, "not run"):
-            found.append(f"{changed[0][0]} {changed[0][1]}: {verdict}")
+            name, new = changed[0]
+            found.append(f"{new if new.endswith(name) else f'{name} {new}'}: {verdict}")  # "tuned steps" says what it is
     return "; ".join(found) or "-"
