@@ -26,7 +26,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from perfed.config import Config, conf_dir, parse
+from perfed.config import Config, conf_dir, parse, version
 from perfed.errors import UserError
 from perfed.frontdoor import Cell, Command, Composer, FrontDoor, InJob, Refused, compose
 from perfed.sweep import Outcome, Sweep, at_once, guarded, launch
@@ -93,20 +93,6 @@ def _main(argv: list[str]) -> int:
     if any(cell.config.study.name for cell in command.cells):
         return _study(command, args)
     return _jobs(door, command, args)
-
-
-def version() -> str:
-    """Of the installed package, else of the checkout."""
-    from importlib.metadata import PackageNotFoundError
-    from importlib.metadata import version as installed
-
-    try:
-        return installed("perfed")
-    except PackageNotFoundError:
-        import tomllib
-
-        project = conf_dir().parent / "pyproject.toml"
-        return tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else "unknown"
 
 
 def _flags(argv: Sequence[str]) -> argparse.Namespace:

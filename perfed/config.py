@@ -48,6 +48,20 @@ def conf_dir() -> Path:
     raise FileNotFoundError(f"the installation is broken: no conf/config.yaml in {package} or beside it")
 
 
+def version() -> str:
+    """perfed's, of the installed package, else of the checkout."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    try:
+        return installed("perfed")
+    except PackageNotFoundError:
+        import tomllib
+
+        project = conf_dir().parent / "pyproject.toml"
+        return tomllib.loads(project.read_text())["project"]["version"] if project.is_file() else "unknown"
+
+
 def _choice(key: str, value: Any, *allowed: str) -> None:
     if value not in allowed:
         raise UserError(key, value, f"must be one of {', '.join(allowed)}{nearest(str(value), allowed)}")

@@ -19,7 +19,7 @@ from xml.etree.ElementTree import Element, tostring
 
 from perfed import figures, results, tables
 from perfed.errors import require, show
-from perfed.tables import Grid
+from perfed.tables import STAR, Grid
 
 SHORT = 28
 """A cell of up to so many letters is not broken into lines."""
@@ -218,7 +218,7 @@ def _table(table: Grid, heading: str) -> Element:
         cells += [_e("td", *_cell(cell), {"class": "short"} if len(cell.text) <= SHORT else {}) for cell in others]
         rows.append(_e("tr", *cells))
     whole = _e("table", _e("thead", head), "\n", _e("tbody", *_lines(rows)))
-    below = [_e("p", text) for text in (table.caption, *table.notes) if text]
+    below = [_e("p", text.replace(STAR, "")) for text in (table.caption, *table.notes) if text]
     return _e("figure", _scrolled(whole, heading), *([_e("figcaption", *below)] if below else []))
 
 

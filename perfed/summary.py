@@ -14,6 +14,7 @@ import torch
 
 from perfed import stats, tree
 from perfed.config import Config
+from perfed.config import version as perfed_version
 from perfed.data.datasets import Dataset
 from perfed.data.partition import Partition
 from perfed.device import Decision
@@ -214,7 +215,7 @@ def provenance(prepared: Prepared) -> dict[str, Any]:
     dirty = git("status", "--porcelain") if mine else None
     decision = prepared.decision
     return {
-        "perfed": installed("perfed"),
+        "perfed": perfed_version(),
         "commit": git("rev-parse", "HEAD") if mine else None,
         "dirty": None if dirty is None else bool(dirty),
         "python": platform.python_version(),

@@ -247,3 +247,9 @@ def test_bad_words(words, message, tmp_path, capsys):
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_stands_for_two_rows_is_drawn_once(tmp_path):
+    same, other = (results.Run(tmp_path / name, {}, {}, None) for name in "ab")
+    names = {"HF, as configured": same, "FO, as configured": other, "HF, tuned": same}
+    assert aruba.drawn_once(names) == {"HF, as configured and tuned": same, "FO, as configured": other}

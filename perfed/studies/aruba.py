@@ -81,10 +81,18 @@ def report(
         first = next(iter(well.values()))
         what = f"{first.result['dataset']}, tau={first.result['tau']}; protocol {first.result['protocol']}"
         title, picture = f"{what}; after one pass of adaptation ({epoch} steps)", folder / "fig1b.png"
-        figures.lines(frame(well), picture, title, xlabels={"rounds": "rounds"}, majority=first.result["majority"])
+        figures.lines(frame(drawn_once(well)), picture, title, xlabels={"rounds": "rounds"}, majority=first.result["majority"])
         sections.insert(1, Section("Curves", [Picture(picture, "accuracy against rounds; mean and 95 % band over seeds")]))
     print(f"\n{tables.plain(table)}\n{tables.plain(picked)}\n{tables.plain(verdict)}")
     publish(folder, "Per-FedAvg against FedAvg + ARUBA (appendix I)", sections, runs, missing)
+
+
+def drawn_once(runs: Mapping[str, Run]) -> dict[str, Run]:
+    """The same run under one name where the trials chose the configured values: two curves would hide each other."""
+    names: dict[Path, list[str]] = {}
+    for label, run in runs.items():
+        names.setdefault(run.folder, []).append(label)
+    return {f"{mine[0]} and {mine[1].split(', ')[-1]}" if len(mine) > 1 else mine[0]: runs[mine[0]] for mine in names.values()}
 
 
 def frame(runs: Mapping[str, Run]) -> Any:
