@@ -146,7 +146,8 @@ def lines(
     """Means with their bands against x, one axes per panel, side by side with a common y axis, in % (fractions in ``frame``).
 
     ``frame`` has the columns panel, line, x, mean and half_width; panels and lines stand in the order of appearance, and a line looks the
-    same in all panels. ``xlabels``: panel -> label of its x axis; a panel whose name is another has it as its title. ``log``: panels with
+    same in all panels. ``xlabels``: panel -> label of its x axis; one of several panels with another name
+    has it as its title. ``log``: panels with
     a logarithmic x axis, which leaves out x <= 0. A half_width of NaN and ``bands=False`` draw no band. Means that are not finite are left
     out, which the panel's title says; ValueError where none is left.
     """
@@ -175,7 +176,7 @@ def lines(
                 seen += _draw(ax, name, i, points * (1, 100, 100), bands)
         if majority is not None:
             ax.axhline(100 * majority, **BASELINE)
-        heading = [] if panel in ("", xlabels[panel]) else [panel]
+        heading = [] if len(panels) == 1 or panel in ("", xlabels[panel]) else [panel]
         if broken:
             heading.append("not finite to the end: " + (", ".join(broken) if len(broken) < 3 else f"{len(broken)} of {len(names)} lines"))
         room = (width - 1.2) / columns

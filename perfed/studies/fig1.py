@@ -27,7 +27,7 @@ from perfed.studies.paper import EXACT, FEDAVG, FO, HF, TITLES
 METHODS = (FEDAVG, FO, HF, EXACT)
 AXES = {
     "seconds": "seconds of training, one core and seed",
-    "round": "rounds",
+    "round": "rounds of communication",
     "gradients": "gradient evaluations, thousands",
     "floats": "numbers sent, million",
 }
