@@ -44,7 +44,10 @@ class Source:
             return "", ""
         if not self.runs:
             return "-", "no run"
-        return "FAILED" if self.runs[0].status["status"] == "FAILED" else "-", _ended(self.runs[0])
+        run = self.runs[0]
+        if run.status["status"] == "FAILED":
+            return "FAILED", f"{_cause(run.status) or 'no reason stored'} ({run.folder.name})"
+        return "-", _ended(run)
 
 
 def source(runs: Sequence[Run]) -> Source:
@@ -71,13 +74,14 @@ def _by_seed(run: Run) -> dict[str, Any]:
 
 
 def _ended(run: Run) -> str:
-    return f"{run.status['status']}{_cause(run.status)} ({run.folder.name})"
+    cause = _cause(run.status)
+    return f"{run.status['status']}{', ' if cause else ''}{cause} ({run.folder.name})"
 
 
 def _cause(status: Mapping[str, Any]) -> str:
     """The error's last line, where a failed run stored one."""
     lines = str(status.get("error") or status.get("traceback") or "").strip().splitlines()
-    return f", {show(lines[-1])}" if lines else ""
+    return show(lines[-1]) if lines else ""
 
 
 # ---------------------------------------------------------------- rows and columns

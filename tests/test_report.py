@@ -216,7 +216,7 @@ def test_sweep_names_what_is_missing_and_what_failed(tmp_path):
         "-: local, tau=4: INTERRUPTED (c).",
         "-: maml, tau=4: no run.",
         "-: fedavg, tau=10: no run.",
-        "FAILED: local, tau=10: FAILED, RuntimeError: out of memory (b).",
+        "FAILED: local, tau=10: RuntimeError: out of memory (b).",
     )
     assert sweep(tmp_path / "b").columns == ("setting", "local", "majority class")
 

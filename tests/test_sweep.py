@@ -151,7 +151,7 @@ def failed(command: list[str], troubles: dict[str, str], started: list[str], cap
         assert stored["traceback"].endswith(f"{error}: trouble: {trouble}\n") and stored["traceback"] in (folder / "log.txt").read_text()
         assert f"{error}: trouble: {trouble}" in err  # of each that fails; left alone, Hydra tells of the first, in the end
         assert re.search(rf"^algo\.trouble={trouble} +FAILED ", out, re.M)
-        assert re.search(rf"FAILED: troubled, algo\.trouble={trouble}: FAILED, {error}:\s+trouble:\s+{trouble}\s+\(", out)
+        assert re.search(rf"FAILED: troubled, algo\.trouble={trouble}: {error}:\s+trouble:\s+{trouble}\s+\(", out)
     assert err.count("Traceback") == 0 and len(re.findall(r"^algo\.trouble=\w+ +\d\d\.\d\d ± ", out, re.M)) == 2
 
 
