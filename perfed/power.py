@@ -197,7 +197,8 @@ def variance_table(pivot: Pivot, cell: str = "accuracy", model: str | None = Non
     worst = ""
     if fewest:
         low, high = stats.spread_interval(1.0, min(fewest))
-        worst = f" With {min(fewest)} degrees of freedom a standard deviation is known to a factor of {low:.2f} to {high:.2f}."
+        worst = f" With {min(fewest)} degrees of freedom a standard deviation that runs redraw alone is known to a factor of {low:.2f} to "
+        worst += f"{high:.2f}, one found by subtraction less well."
     caption = (
         f"Where the spread over seeds comes from, as standard deviations ({want.measure.what[0].lower() + want.measure.what[1:]}) and "
         "shares of the variance: from runs in which only some of the three are redrawn, by an additive model (the sources act "

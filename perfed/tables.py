@@ -67,11 +67,10 @@ def plain(table: Grid) -> str:
     return "\n".join([*text, *(textwrap.fill(line, 110) for line in _below(table))]) + "\n"
 
 
-def unsaid(table: Grid, said: set[str]) -> Grid:
-    """The table with what its caption adds to those before it. ``said``: the clauses of those, to which its own are added."""
-    clauses = re.split(r"(?<=[;.]) ", table.caption)
-    new = [clause for clause in clauses if clause not in said]
-    said.update(clauses)
+def unsaid(table: Grid, last: Grid | None) -> Grid:
+    """The table with what its caption adds to that of the table above it; the clause of the protocol stays."""
+    clauses, said = (re.split(r"(?<=[;.]) ", part.caption) if part else [] for part in (table, last))
+    new = [clause for clause in clauses if clause not in said or clause.startswith("protocol ")]
     if len(new) == len(clauses):
         return table
     return replace(table, caption=f"{' '.join(new).rstrip(';.')}. Otherwise as above." if new else "As above.")
@@ -273,10 +272,11 @@ def sweep_caption(
     ).rstrip()
 
 
-_NOT_SEPARATED = "†: not separated from it (paired t over common seeds, Holm over {}, level 0.05); no marks below {} common seeds."
 STAR = " (* in plain text)"
-BOLD_OF_COLUMN = f"Bold{STAR}: the highest mean; " + _NOT_SEPARATED.format("the comparisons with it", MARKED_FROM)
-BOLD_OF_ROW = f"Bold{STAR}: the highest mean of a row; " + _NOT_SEPARATED.format("all pairs of the row", MARKED_FROM)
+BOLD_OF_ROW = (
+    f"Bold{STAR}: the highest mean of a row; †: not separated from it (paired t over common seeds, Holm over all pairs of the row, level "
+    f"0.05); no marks below {MARKED_FROM} common seeds."
+)
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
-from perfed import cli, figures, results, stats
+from perfed import cli, figures, results, stats, tables
 from perfed.config import NETWORKS, parse
 from perfed.frontdoor import Composer, compose
-from perfed.studies import alpha_sweep, aruba, compared, paper, table1
+from perfed.studies import alpha_sweep, aruba, compared, fig1, paper, table1
+from perfed.studies.jobs import Context
 from perfed.studies.paper import CLAIMS, EQUAL, FEDAVG, FO, HF, ROWS
 
 COMPOSER = Composer()
@@ -58,7 +60,11 @@ def test_a_claim_is_the_conjunction_of_its_parts():
     def parts(*verdicts: str) -> list[paper.Part]:
         return [paper.Part("", None, verdict) for verdict in verdicts]
 
-    assert paper.overall(parts("supported", "supported", "not run")) == "supported"
+    assert paper.overall(parts("supported", "supported")) == "supported"
+    # A method that diverged, or that failed, in a row that was run: "in every row" cannot be said.
+    assert paper.overall(parts("supported", "diverged")) == paper.overall(parts("supported", "not run")) == "undecided"
+    assert paper.ours(parts("supported", "diverged")) == "undecided (1 of 2 comparisons without a result)"
+    assert paper.ours(parts("undecided", "supported")) == "undecided" and paper.overall(parts("contradicted", "diverged")) == "contradicted"
     assert paper.overall(parts("supported", "undecided")) == "undecided"
     assert paper.overall(parts("undecided", "contradicted")) == "contradicted"
     assert paper.overall(parts("not run")) == paper.overall([]) == "not run"
@@ -99,6 +105,18 @@ def test_what_was_not_run_is_said():
     ends = {c.name: paper.overall(list(c.parts(some))) for c in CLAIMS}
     assert ends["HF best"] == ends["tau=10"] == ends["smaller tau"] == "supported"
     assert ends["CIFAR gain"] == ends["larger alpha, HF"] == ends["diff. hetero."] == "not run"
+
+
+def test_a_diverged_cell_leaves_its_claims_undecided():
+    lost = recalled() | {("cifar10_tau4_alpha01", HF): {}}
+    ends = {c.name: paper.overall(list(c.parts(lost))) for c in CLAIMS}
+    assert ends == {c.name: "supported" for c in CLAIMS} | dict.fromkeys(("HF best", "CIFAR gain", "larger alpha, HF"), "undecided")
+
+
+def test_the_digits_with_a_large_alpha_are_no_part_of_the_claim_on_mnist():
+    values = {(row, m): around(v) for row in ROWS if row.startswith("digits") for m, v in {FEDAVG: 0.6, FO: 0.65, HF: 0.7}.items()}
+    parts = [p.text for p in claim("MNIST gain").parts(values)]
+    assert parts == [f"digits, tau={tau}, alpha=0.01: {m} - FedAvg" for tau in (10, 4) for m in ("FO", "HF")]
 
 
 def test_a_choice_turns_a_claim_when_it_alone_is_changed():
@@ -174,6 +192,8 @@ def test_equal_budgets_are_read_between_two_evaluations():
     found = {"round": np.array([0, 10, 20]), "accuracy": np.array([[0.0, 0.2], [0.5, 0.4], [0.7, 0.8]])}
     assert compared.at(found, "round", 15) == pytest.approx([0.6, 0.6])
     assert compared.at(found, "round", 99) == pytest.approx([0.7, 0.8])
+    later = {"round": np.array([10, 20]), "accuracy": np.array([[0.5, 0.4], [0.7, 0.8]])}
+    assert np.isnan(compared.at(later, "round", 9)).all()  # nothing is known before the first evaluation
     mean, half = compared.band(found["accuracy"][:, :1])
     assert mean.tolist() == [0.0, 0.5, 0.7] and np.isnan(half).all()
 
@@ -195,16 +215,19 @@ def test_all_curves_of_figure_1_end_at_the_same_gradient_evaluations(tmp_path, m
     (folder,) = tmp_path.glob("fig1-*")
     text = (folder / "report.md").read_text()
     assert text.count("is ahead after the same") == 4 and "undecided" in text  # two seeds decide nothing
+    assert "protocol clean" in text and "Majority class: " in text and "over 2 seeds" in text
     assert [set(frame["panel"]) for frame in drawn] == [{"time", "rounds", "gradients", "numbers sent"}]
 
 
-def test_the_sweep_takes_multiples_of_the_measured_smoothness():
+def test_the_sweep_takes_multiples_of_the_measured_smoothness(capsys):
     from perfed.prepare import prepare, smoothness
 
     words = ["experiment=alpha_sweep", "row=digits_tau4", *SMALL]
     size = smoothness(prepare(parse(compose([*words, "algo=fedavg"], COMPOSER))))
-    assert size > 0
-    assert [float(f"{m / size:.2g}") for m in alpha_sweep.MULTIPLES] == sorted(float(f"{m / size:.2g}") for m in alpha_sweep.MULTIPLES)
+    assert cli.main([*words, "plan=true"]) == 0
+    out = capsys.readouterr().out
+    assert f"L = {size:.3g} at the initial model" in out
+    assert {float(a) for a in re.findall(r" alpha=([\d.e-]+)$", out, re.M)} == {float(f"{m / size:.2g}") for m in alpha_sweep.MULTIPLES}
 
 
 def test_every_method_of_a_comparison_gets_the_same_number_of_trials():
@@ -240,6 +263,9 @@ def test_a_study_from_the_command_line(name, tmp_path, capsys):
         (["experiment=fig1", "algo=fedavg"], "algo=fedavg: study fig1 chooses the algorithms"),
         (["experiment=aruba", "split.val=0"], "split.val=0"),
         (["row=mnist_tau5"], "row=mnist_tau5: no such row"),
+        (["experiment=table1_quick", "study.rows=[digits_tau4]", "alpha=0.5"], "alpha=0.5: 0.01 in the row digits_tau4"),
+        (["experiment=table1_quick", "tau=7"], "tau=7: 10 in the row digits_tau10"),
+        (["experiment=table1", "study.rows=[cifar10_tau4_diff]", "partition.diff_hetero=false"], "partition.diff_hetero=false: true in"),
     ],
 )
 def test_bad_words(words, message, tmp_path, capsys):
@@ -253,3 +279,134 @@ def test_a_run_that_stands_for_two_rows_is_drawn_once(tmp_path):
     same, other = (results.Run(tmp_path / name, {}, {}, None) for name in "ab")
     names = {"HF, as configured": same, "FO, as configured": other, "HF, tuned": same}
     assert aruba.drawn_once(names) == {"HF, as configured and tuned": same, "FO, as configured": other}
+
+
+# ---------------------------------------------------------------- the tables of the studies, on numbers made up
+
+
+def a_run(folder: Path, values: dict[str, float], *, diverged=(), seconds=(), curve=None, **result) -> results.Run:
+    """A finished run: accuracy by seed after one step (0.3 lower before it, 0.01 higher after four). ``curve``: [K, S] accuracies at the
+    ``seconds`` [K] of all seeds together; a round, a gradient and a number each way per evaluation."""
+    folder.mkdir()
+    cells = []
+    for steps, shift in ((0, -0.3), (1, 0.0), (4, 0.01)):
+        mine = {s: v + shift for s, v in values.items()}
+        mean, half = stats.interval(list(mine.values()))
+        groups = {"1: classes 0-4": mean, "2: pairs": mean}
+        common = {"model": "global", "seen": True, "worst10": mean, "binomial_floor": mean, "groups": groups}
+        cells.append({**common, "steps": steps, "mean": mean, "half_width": half, "per_seed": mine})
+    record = {"seeds": list(map(int, values)), "diverged": {s: 1 for s in diverged}, "primary": {"model": "global", "steps": 1}}
+    record |= {"cells": cells, "majority": 0.5, "protocol": "clean", "protocol_text": "clean", "tau": 4, **result}
+    run = results.Run(folder, {"status": "DONE"}, {}, record)
+    keys = ("grad_evals", "floats_up", "floats_down")
+    rows = [
+        {"seed": int(s), "round": k, "model": "global", "steps": 1, "seen": True, "accuracy": v, "hvps": 0, **dict.fromkeys(keys, k)}
+        for k, line in enumerate(curve or [], 1)
+        for s, v in zip(values, line, strict=True)
+    ]
+    run.__dict__["rounds"] = pd.DataFrame(rows)  # as if it had been read
+    lines = [f"train until round {k},{t * len(values)}" for k, t in enumerate(seconds, 1)]
+    (folder / "timing.csv").write_text("\n".join(["what,value", *lines]) + "\n")
+    return run
+
+
+def verdict_column(grid) -> dict[str, str]:
+    return {row[0].text: row[-1].text for row in grid.rows}
+
+
+def test_equal_time_is_where_the_cheaper_training_ends(tmp_path):
+    five = around(0.9)
+    # FedAvg: 0.8 at 1 s, 0.9 at 2 s. HF: 0.7 at 2 s, 0.95 at 4 s: at 2 s it is 20 points behind, though ahead at its end.
+    low = a_run(tmp_path / "low", five, seconds=(1, 2), curve=[[0.8] * 5, [0.9] * 5])
+    high = a_run(tmp_path / "high", five, seconds=(2, 4), curve=[[0.7] * 5, [0.95] * 5])
+    row = {table1.Key("mnist_tau4", "mlp", table1.AS_CONFIGURED, m): run for m, run in ((FEDAVG, low), (HF, high))}
+    (part,) = table1.equal_time(["mnist_tau4"], row, "mlp")
+    assert part.difference.difference == pytest.approx(-0.2) and part.verdict == "contradicted" and "after 2 s" in part.text
+    late = a_run(tmp_path / "late", five, seconds=(3, 4), curve=[[0.7] * 5, [0.95] * 5])  # not evaluated so early
+    row[table1.Key("mnist_tau4", "mlp", table1.AS_CONFIGURED, HF)] = late
+    assert [p.verdict for p in table1.equal_time(["mnist_tau4", "mnist_tau10"], row, "mlp")] == ["not run", "not run"]
+    lost = a_run(tmp_path / "lost", five, diverged=["3"])
+    row[table1.Key("mnist_tau4", "mlp", table1.AS_CONFIGURED, HF)] = lost
+    assert [p.verdict for p in table1.equal_time(["mnist_tau4"], row, "mlp")] == ["diverged"]
+
+    curves = {fig1.TITLES[HF]: compared.curve(high), fig1.TITLES[FEDAVG]: compared.curve(low)}
+    budgets = {"seconds": 2.0, "round": 1.5}  # between rounds 1 and 2: HF (0.7 + 0.95) / 2, FedAvg (0.8 + 0.9) / 2
+    found = fig1.verdicts(curves, budgets)
+    assert [[c.text for c in line[1:]] for line in found.rows] == [["-20.00 ± 0.00", "contradicted"], ["-2.50 ± 0.00", "contradicted"]]
+    shown = fig1.equal_budgets(curves, budgets | {"gradients": 0.5}, [high, low])
+    cells = [[c.text for c in line[1:]] for line in shown.rows]
+    assert cells == [["70.00 ± 0.00", "90.00 ± 0.00"], ["82.50 ± 0.00", "85.00 ± 0.00"], ["-", "-"]]
+
+
+def test_verdicts_against_aruba(tmp_path):
+    means = {"Per-FedAvg (HF), as configured": 0.9, "Per-FedAvg (HF), tuned": 0.8, "FedAvg + ARUBA, tuned": 0.85}
+    runs = {label: a_run(tmp_path / str(i), around(mean)) for i, (label, mean) in enumerate(means.items())}
+    grid = aruba.verdicts(runs, 4)
+    found = [[c.text for c in row[1:]] for row in grid.rows]
+    assert found == [["+5.00 ± 0.00", "supported"]] * 2 + [["-5.00 ± 0.00", "contradicted"]] * 2
+    shown = aruba.table_of(runs, 4, parse(compose(["experiment=aruba", "row=digits_tau4"], COMPOSER)))
+    assert [c.text.split(" ")[0] for c in shown.rows[0]][1:] == ["60.00", "90.00", "91.00"] and len(shown.rows) == 3
+    theirs = aruba.table_of(runs, 4, parse(compose(["experiment=aruba", "row=cifar10_tau4"], COMPOSER)))
+    assert len(theirs.rows) == 6 and all(paper.RECALLED in row[0].text for row in theirs.rows[3:])
+    for other in ("row=cifar10_tau10", "row=cifar10_tau4_diff", "row=cifar10_tau4_alpha01"):
+        assert len(aruba.table_of(runs, 4, parse(compose(["experiment=aruba", other], COMPOSER))).rows) == 3
+    (tmp_path / "aruba-x").mkdir()
+    (tmp_path / "aruba-x" / "verdicts.csv").write_text(tables.to_csv(grid))
+    assert table1.stored_verdicts(tmp_path) == "supported / contradicted (aruba-x)"
+    assert table1.stored_verdicts(tmp_path / "none") == "not run (experiment=aruba)"
+
+
+def test_verdicts_of_the_sweep_over_alpha(tmp_path):
+    """HF diverges at the largest alpha; that is no reason not to judge FO there."""
+    means = {(HF, 0.01): 0.8, (HF, 0.1): 0.9, (FO, 0.01): 0.79, (FO, 0.1): 0.85, (FO, 1.0): 0.6}
+    runs = {alpha_sweep._label(m, a): a_run(tmp_path / f"{m}{a}", around(v)) for (m, a), v in means.items()}
+    runs[alpha_sweep._label(HF, 1.0)] = a_run(tmp_path / "lost", around(0.9), diverged=["0"])
+    grid = alpha_sweep.verdicts(runs, [0.01, 0.1, 1.0])
+    assert [[c.text for c in row] for row in grid.rows] == [
+        ["a larger alpha helps HF: 0.1 - 0.01", "+10.00 ± 0.00", "supported"],
+        ["a larger alpha hurts FO: 0.01 - 1", "+19.00 ± 0.00", "supported"],
+        ["for a small alpha (0.01) HF and FO are alike: within 4 points", "+1.00 ± 0.00", "supported"],
+        ["for a large alpha (0.1) HF is ahead of FO", "+5.00 ± 0.00", "supported"],
+    ]
+    assert grid.caption.endswith("Diverged: Per-FedAvg (HF), alpha=1.")
+
+
+def test_the_table_of_claims(tmp_path):
+    def values(shift: float) -> dict:
+        """FedAvg 0.6 + shift, FO 0.65, HF 0.7."""
+        return {("mnist_tau4", m): around(v) for m, v in {FEDAVG: 0.6 + shift, FO: 0.65, HF: 0.7}.items()}
+
+    first, second = (table1.Variant("mlp", protocol, table1.AS_CONFIGURED).choices("FedAvg") for protocol in ("paper", "clean"))
+    timed = [paper.compare("mnist_tau4", around(0.7), around(0.8))]
+    larger = {"mlp_large": (values(0.0), values(0.08))}
+    short, whole, every = table1.verdicts({first: values(0.0), second: values(0.06)}, larger, timed, "undecided (aruba-x)")
+    found = verdict_column(whole)  # the last choice: FedAvg 0.66 lies above FO, below HF
+    assert found["Per-FedAvg (HF) is at least as good as FedAvg in every row"] == "supported"
+    assert found["both Per-FedAvg methods are above FedAvg on MNIST"] == "contradicted"
+    told = {row[0].text: (row[1].text, row[2].text) for row in short.rows}
+    assert told["both Per-FedAvg methods are above FedAvg on MNIST"] == ("supported", "protocol clean: contradicted")
+    assert told["a more complex network keeps the order (mlp_large against mlp)"] == ("contradicted", "-")  # there FedAvg is above FO
+    assert told["HF is ahead of FedAvg after the same time"] == ("contradicted", "-")
+    assert told["HF is ahead of FedAvg + ARUBA"] == ("undecided (aruba-x)", "-")
+    assert told["a larger alpha hurts FO"] == ("not run", "-")
+    assert ["equal time", "as trained", "mnist_tau4", "-10.00 ± 0.00", "contradicted"] in [[c.text for c in row] for row in every.rows]
+
+
+def test_settings_that_are_not_the_rows_own_are_named_and_the_papers_values_left_out():
+    words = ["experiment=table1", "study.rows=[mnist_tau4]", "rounds=7", "dataset=synthetic", "partition=iid"]
+    ctx = Context(parse(compose(words, COMPOSER)), tuple(words), lambda more: compose(list(more), COMPOSER))
+    other = table1.changed(ctx, ["mnist_tau4"])
+    assert other["rounds"] == 7 and other["dataset.name"] == "synthetic" and other["partition.name"] == "iid" and "seeds" not in other
+    grid = table1.table_of(["mnist_tau4"], {}, table1.Variant("mlp", "paper", table1.AS_CONFIGURED), {}, other)
+    assert len(grid.rows) == 1 and "rounds=7" in grid.caption and "recalled" not in grid.caption
+    own = Context(ctx.config, tuple(words[:2]), ctx.compose)
+    assert table1.changed(own, ["mnist_tau4"]) == {}
+
+
+def test_the_readme_labels_the_recalled_values():
+    lines = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").splitlines()
+    for row in ROWS.values():
+        for line in lines:
+            hits = [f"{100 * mean:.2f} ± {100 * half:.2f}" in line for mean, half in (row.recalled or {}).values()]
+            assert not any(hits) or "as recalled" in line, line
+    assert sum("as recalled" in line for line in lines) > 3

@@ -208,7 +208,8 @@ def test_why_by_label_and_by_number():
     for place in ("tau=10,fedavg", "10,fedavg", "#2,fedavg", "tau=10,algo=fedavg", "#2,#1"):
         assert {row[3] for row in cells(compare.why(sorted_rows, place))} == {"ten"}
     shown = compare.why(sorted_rows, "10,local")
-    assert cells(shown) == [["-", "-", "FAILED", "broken"]] and shown.caption.startswith("local, tau=10: FAILED: no reason stored (broken).")
+    assert cells(shown) == [["-", "-", "FAILED", "broken"]]
+    assert shown.caption.startswith("local, tau=10: FAILED: no reason stored (broken).")
     for place in ("10", "7,fedavg", "10,maml", "fedavg,10"):
         with pytest.raises(UserError, match=f"^why={place}: ROW,COLUMN with a row .tau=4 or #1; tau=10 or #2. and a column .fedavg; local"):
             compare.why(sorted_rows, place)

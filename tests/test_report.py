@@ -315,17 +315,18 @@ def test_tables_need_no_torch():
 
 
 def test_a_caption_says_again_only_what_is_new():
-    said: set[str] = set()
     first = tables.grid(["a"], [["1"]], "Accuracy; protocol clean; a seed redraws all. Untuned. Bold: the best; no marks below 5.")
-    assert tables.unsaid(first, said) == first
     second = tables.grid(["a"], [["2"]], "Accuracy; protocol paper; a seed redraws all. Tuned. Bold: the best; no marks below 5.")
-    assert tables.unsaid(second, said).caption == "protocol paper; Tuned. Otherwise as above."
-    assert tables.unsaid(first, said).caption == "As above." and first.rows == tables.unsaid(first, said).rows
+    assert tables.unsaid(first, None) == first
+    assert tables.unsaid(second, first).caption == "protocol paper; Tuned. Otherwise as above."
+    again = tables.unsaid(first, first)  # whatever stands further above, the protocol is said
+    assert again.caption == "protocol clean. Otherwise as above." and again.rows == first.rows
 
 
 def test_a_caption_names_the_comparisons_that_its_marks_make(tmp_path):
     run = results.load(fake_run(tmp_path / "a", "fedavg", seeds=5))
-    for tuned in (False, True):  # Table 1 marks rows, whether tuned or not; all_methods its one column of accuracies
+    for tuned in (False, True):
         assert "Holm over all pairs of the row" in tables.sweep_caption([run], tuned=tuned)
-    assert "Holm over the comparisons with it" in all_methods.method_table({"fedavg": run}, {"fedavg": 20}).caption
+    one_column = all_methods.method_table({"fedavg": run}, {"fedavg": 20}).caption
+    assert "the highest mean; †: not separated from it (paired t over common seeds, Holm over all pairs of methods" in one_column
     assert "Bold" not in tables.sweep_caption([run], marks="") and "†" not in tables.sweep_caption([run], marks="")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -129,16 +128,12 @@ def test_a_run_that_failed_is_named_and_the_others_stand():
     assert all_methods._why("a", found, {"a": Done(None, 1.0, "n=5: too many")}) == "n=5: too many"
 
 
-def test_marks_compare_with_the_best_alone():
-    rng = np.random.default_rng(0)
-    base = {str(s): float(v) for s, v in enumerate(rng.normal(0.8, 0.02, 5))}
-    best = {s: v + 0.05 for s, v in base.items()}
-    values = {"best": best, "same": {s: v + (-1) ** int(s) * 1e-3 for s, v in best.items()}, "low": base}
-    means = {m: (float(np.mean(list(v.values()))), 0.01) for m, v in values.items()}
-    top = max(means, key=lambda m: means[m][0])
-    bold, dagger = all_methods._marks(values, means)
-    assert bold == {top} and dagger == {"best", "same"} - {top}
-    assert all_methods._marks({m: dict(list(v.items())[:4]) for m, v in values.items()}, means) == (set(), set())
+def test_a_trial_gets_the_rounds_that_its_own_steps_leave():
+    # FedRep: tau = 10 steps of the body and personal_steps of the head: 12 or 15 gradients a round of a budget of 1,000.
+    spaces = {"fedrep": tuning.space("fedrep"), "fedavg": tuning.space("fedavg")}
+    rounds = all_methods.Rounds(context("study.budget=1000"), spaces)
+    assert [rounds("fedrep", {"beta": 0.1, "algo.personal_steps": steps}) for steps in (2, 5)] == [83, 67]
+    assert {rounds("fedavg", values) for values in spaces["fedavg"].trials} == {100}
 
 
 def test_a_study_is_no_part_of_who_a_run_is():

@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from perfed import results, stats, tables
+from perfed import compare, results, tables
 from perfed.config import Config
 from perfed.errors import require
 from perfed.identity import identity
-from perfed.pivot import against, asked, source
+from perfed.studies.compared import before, better_and_worse
 from perfed.studies.jobs import Context, Done, Job, run_all
-from perfed.studies.tuning import TRIALS, Space, Tuned, choices, methods, space, tuned
+from perfed.studies.tuning import TRIALS, Space, Tuned, choices, methods, space, tuned, words
 
 HVP_WEIGHT = 2
 """Gradient evaluations that a Hessian-vector product counts for: it is the gradient of a gradient."""
@@ -43,30 +43,47 @@ def rounds_for(config: Config, budget: int | None) -> int:
     return config.rounds if budget is None else max(1, round(budget / cost_of_a_round(config)))
 
 
+class Rounds:
+    """Rounds of a trial: what the budget pays for, with the trial's own numbers of steps (its step sizes cost nothing)."""
+
+    def __init__(self, context: Context, spaces: Mapping[str, Space]):
+        self.context, self.spaces = context, spaces
+        self._known: dict[Any, int] = {}
+
+    def __call__(self, method: str, values: Mapping[str, Any]) -> int:
+        costly = {key: value for key, value in values.items() if not isinstance(value, float)}
+        key = (method, *costly.items())
+        if key not in self._known:
+            config = self.context.parsed(f"algo={method}", *self.spaces[method].fixed, *words(costly))
+            self._known[key] = rounds_for(config, config.study.budget)
+        return self._known[key]
+
+
 def main(context: Context) -> int:
     """Run the study; returns the exit code."""
     config = context.config
     require(config.split.val > 0, "split.val", config.split.val, "a share > 0: the trials are chosen on validation data")
     wanted = methods() if config.study.methods == "all" else list(config.study.methods)
     spaces = [space(method) for method in wanted]
-    rounds: dict[str, int] = {}
-    for s in spaces:
-        one = context.parsed(f"algo={s.method}", *s.fixed)
-        rounds[s.method] = rounds_for(one, config.study.budget)
+    rounds = Rounds(context, {s.method: s for s in spaces})
     if config.plan:
         print(_plan(spaces, rounds, config))
         return 0
     seeds = f"{TRIALS} trials each on {config.study.tuning_seeds} seed(s), then {config.seeds} seeds"
     print(f"perfed: {len(spaces)} methods, {seeds}; {context.processes} at once", flush=True)
-    common = {s.method: (f"algo={s.method}", f"rounds={rounds[s.method]}") for s in spaces}
-    found = tuned(context, common, {s.method: s for s in spaces}, lanes=True)
-    final = [Job(m, (*common[m], *t.space.fixed, *t.words)) for m, t in found.items() if t.best is not None]
+    found = tuned(context, {s.method: (f"algo={s.method}",) for s in spaces}, {s.method: s for s in spaces}, lanes=True, rounds=rounds)
+    well = {m: t for m, t in found.items() if t.best is not None}
+    spent = {m: rounds(m, t.best.values) for m, t in well.items()}
+    final = [Job(m, (f"algo={m}", *t.space.fixed, *t.words, f"rounds={spent[m]}")) for m, t in well.items()]
     ended = run_all(final, context, "method")
-    return _report(context, spaces, rounds, found, ended)
+    return _report(context, spaces, spent, found, ended)
 
 
-def _plan(spaces: list[Space], rounds: dict[str, int], config: Config) -> str:
-    rows = [[s.method, str(rounds[s.method]), "; ".join(f"{k} in {v}" for k, v in s.grid.items())] for s in spaces]
+def _plan(spaces: list[Space], rounds: Rounds, config: Config) -> str:
+    def text(s: Space) -> str:
+        return " or ".join(map(str, dict.fromkeys(rounds(s.method, values) for values in s.trials)))
+
+    rows = [[s.method, text(s), "; ".join(f"{k} in {v}" for k, v in s.grid.items())] for s in spaces]
     note = f"{len(spaces) * TRIALS} trials of {config.study.tuning_seeds} seed(s) and {len(spaces)} runs of {config.seeds} seeds."
     return tables.plain(tables.grid(["method", "rounds", "grid"], rows, note))
 
@@ -109,7 +126,6 @@ def _why(method: str, found: Mapping[str, Tuned], ended: dict[str, Done]) -> str
 
 def method_table(runs: Mapping[str, results.Run], rounds: Mapping[str, int]) -> tables.Grid:
     """One row a method, sorted by accuracy; a diverged method comes last, without a mean."""
-    local, accuracy = source([runs["local"]] if "local" in runs else []), asked("accuracy", list(runs.values()))
     means: dict[str, tuple[float, float | None]] = {}
     per_seed: dict[str, dict[str, float]] = {}
     for method, run in runs.items():
@@ -117,22 +133,20 @@ def method_table(runs: Mapping[str, results.Run], rounds: Mapping[str, int]) -> 
         if not run.result["diverged"]:
             means[method], per_seed[method] = (cell["mean"], cell["half_width"]), cell["per_seed"]
     order = sorted(runs, key=lambda m: -means[m][0] if m in means else 1.0)
-    bold, dagger = _marks(per_seed, means)
+    bold, dagger = compare.marks_of_row({i: per_seed[method] for i, method in enumerate(order) if method in per_seed})
     rows = []
-    for method in order:
+    for i, method in enumerate(order):
         run, cell = runs[method], tables.primary(runs[method].result)
         costs, result = run.result["costs"], run.result
-        before = next((c for c in result["cells"] if c["seen"] and c["model"] == cell["model"] and c["steps"] == 0), None)
-        sides = list(against(source([run]), local, accuracy)[0].values()) if method != "local" else []
-        shares = " / ".join(f"{100 * sum(side) / len(side):.0f}" for side in zip(*sides, strict=True)) or "-"
+        shares = better_and_worse(run, runs["local"]) if method != "local" and "local" in runs else "-"
         div = f"div {len(result['diverged'])}/{len(result['seeds'])}"
         text = tables.accuracy_text(*means[method]) if method in means else div
         rows.append(
             [
                 method if result["model"] == "mlp" else f"{method} ({result['model']})",
                 tables.judged(cell["model"], cell["steps"]),
-                tables.Cell(text, method in bold, "†" if method in dagger else ""),
-                tables.percent(before["mean"]) if before and method in means else "-",
+                tables.Cell(text, i in bold, dagger.get(i, "")),
+                tables.percent(before(run)) if method in means else "-",
                 tables.percent(cell["worst10"]),
                 shares,
                 f"{rounds[method]:,}",
@@ -152,19 +166,10 @@ def method_table(runs: Mapping[str, results.Run], rounds: Mapping[str, int]) -> 
 
 
 def _caption(first: results.Run, runs: Mapping[str, results.Run]) -> str:
+    marks = tables.BOLD_OF_ROW.replace(" of a row", "").replace("pairs of the row", "pairs of methods")
     return (
-        f"{tables.sweep_caption(list(runs.values()), tuned=True, marks=tables.BOLD_OF_COLUMN)} Before: the same model without adaptation. "
+        f"{tables.sweep_caption(list(runs.values()), tuned=True, marks=marks)} Before: the same model without adaptation. "
         "Better / worse than local: share of (seed, user) pairs with a higher / lower accuracy than under local training. Gradients "
         "(thousands; HVP: Hessian-vector products) and numbers sent (both ways) are counted over all "
         f"{first.result['n']} users of a seed."
     )
-
-
-def _marks(per_seed: Mapping[str, Mapping[str, float]], means: Mapping[str, Any]) -> tuple[set[str], set[str]]:
-    """The best method, and those that a paired t test over seeds does not separate from it (Holm over the comparisons with it)."""
-    if len(per_seed) < 2 or min(len(v) for v in per_seed.values()) < tables.MARKED_FROM:
-        return set(), set()
-    best = max(means, key=lambda m: means[m][0])
-    others = [m for m in per_seed if m != best]
-    adjusted = stats.holm([stats.paired(per_seed[best], per_seed[m]).p for m in others])
-    return {best}, {m for m, p in zip(others, adjusted, strict=True) if p > 0.05}

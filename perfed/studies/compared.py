@@ -16,6 +16,7 @@ from perfed import results, stats, tables
 from perfed.config import Config
 from perfed.htmlpage import Links, Picture, Section, write_page
 from perfed.identity import identity
+from perfed.pivot import against, asked, source
 from perfed.results import Run
 from perfed.studies.jobs import Context, Job, run_all
 
@@ -55,6 +56,19 @@ def accuracies(run: Run, steps: int | None = None) -> dict[str, float] | None:
     if steps is not None:
         cell = next(c for c in run.result["cells"] if c["seen"] and c["model"] == cell["model"] and c["steps"] == steps)
     return cell["per_seed"]
+
+
+def before(run: Run) -> float | None:
+    """Accuracy of the primary model before adaptation; None where it was not judged."""
+    cell = tables.primary(run.result)
+    found = (c for c in run.result["cells"] if c["seen"] and c["model"] == cell["model"] and c["steps"] == 0)
+    return next((c["mean"] for c in found), None)
+
+
+def better_and_worse(run: Run, local: Run) -> str:
+    """Shares of the users, in percent over seeds, whose accuracy is higher / lower than under ``local``: ``64 / 11``."""
+    sides = list(against(source([run]), source([local]), asked("accuracy", [run, local]))[0].values())
+    return " / ".join(f"{100 * sum(side) / len(side):.0f}" for side in zip(*sides, strict=True)) or "-"
 
 
 def text_of(run: Run | None, steps: int | None = None) -> str:
@@ -98,8 +112,8 @@ def curve(run: Run) -> dict[str, np.ndarray]:
 
 
 def at(found: Mapping[str, np.ndarray], axis: str, budget: float) -> np.ndarray:
-    """Accuracy [S] where the axis reaches ``budget``, linear between two evaluations."""
-    return np.array([np.interp(budget, found[axis], line) for line in found["accuracy"].T])
+    """Accuracy [S] where the axis reaches ``budget``, linear between two evaluations; NaN before the first, the last one after the last."""
+    return np.array([np.interp(budget, found[axis], line, left=np.nan) for line in found["accuracy"].T])
 
 
 def band(accuracy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ seed's share of a run that trains all seeds together), rounds, gradient evaluati
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from perfed.studies.paper import EXACT, FEDAVG, FO, HF, TITLES
 
 METHODS = (FEDAVG, FO, HF, EXACT)
 AXES = {
-    "seconds": "seconds of training, one core and seed",
+    "seconds": "seconds of training, a seed's share",
     "round": "rounds of communication",
     "gradients": "gradient evaluations, thousands",
     "floats": "numbers sent, million",
@@ -72,8 +72,9 @@ def report(folder: Path, runs: Mapping[str, Run], missing: list[str]) -> None:
     sections = [Section("Curves", notes)] if notes else []
     if curves:
         budgets = {axis: min(found[axis][-1] for found in curves.values()) for axis in axes}
-        table, verdict = equal_budgets(curves, budgets), verdicts(curves, budgets)
-        first = next(run for run in runs.values() if not run.result["diverged"])
+        well = [run for run in runs.values() if not run.result["diverged"]]
+        first = well[0]
+        table, verdict = equal_budgets(curves, budgets, well), verdicts(curves, budgets)
         labels = {PANELS[axis]: AXES[axis] for axis in axes}
         picture = folder / "fig1.png"
         figures.lines(frame(curves, axes), picture, _title(first), xlabels=labels, majority=first.result["majority"])
@@ -103,15 +104,18 @@ def frame(curves: Mapping[str, Mapping[str, np.ndarray]], axes: list[str]) -> An
     return pd.concat(rows, ignore_index=True)
 
 
-def equal_budgets(curves: Mapping[str, Mapping[str, np.ndarray]], budgets: Mapping[str, float]) -> tables.Grid:
-    """Accuracy of each method where the cheapest run of an axis ends."""
+def equal_budgets(curves: Mapping[str, Mapping[str, np.ndarray]], budgets: Mapping[str, float], runs: Sequence[Run]) -> tables.Grid:
+    """Accuracy of each method where the cheapest run of an axis ends; "-" where it was not evaluated so early."""
     rows = []
     for axis, budget in budgets.items():
-        cells = [tables.accuracy_text(*stats.interval(list(at(found, axis, budget)))) for found in curves.values()]
+        values = [at(found, axis, budget) for found in curves.values()]
+        cells = [tables.accuracy_text(*stats.interval(list(v))) if np.isfinite(v).all() else "-" for v in values]
         rows.append([f"{budget / SCALES[axis]:,.6g} {AXES[axis]}", *cells])
     caption = (
-        "Accuracy in percent, mean ± half-width of the 95 % Student-t interval over seeds, of each method when it has spent so much "
-        "(between two evaluated rounds: linear). Gradients and numbers sent are counted over all users of a seed."
+        f"{tables.sweep_caption(runs, marks='')} Of each method when it has spent so much, where the cheapest curve of an axis ends "
+        "(between two evaluated rounds: linear). Gradients and numbers sent are counted over all users of a seed. Seconds: one "
+        "measurement for all seeds of a method, compiling and evaluating left out; the interval does not know its error. Majority "
+        f"class: {tables.percent(runs[0].result['majority'])}."
     )
     return tables.grid(["after", *curves], rows, caption)
 
@@ -122,7 +126,8 @@ def verdicts(curves: Mapping[str, Mapping[str, np.ndarray]], budgets: Mapping[st
     for axis, budget in budgets.items():
         if high is None or low is None:
             continue
-        a, b = ({str(s): v for s, v in enumerate(at(found, axis, budget))} for found in (high, low))
+        values = [at(found, axis, budget) for found in (high, low)]
+        a, b = ({str(s): v for s, v in enumerate(mine)} if np.isfinite(mine).all() else None for mine in values)
         part = paper.compare("", a, b)
         claim = "paper: HF is ahead after the same time" if axis == "seconds" else f"HF is ahead after the same {AXES[axis].split(',')[0]}"
         rows.append([claim, paper.difference_text(part.difference), part.verdict])

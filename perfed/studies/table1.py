@@ -3,11 +3,13 @@
 Rows are options of the group ``row`` (``conf/row``), columns the paper's three methods, the exact one, local training, and FedAvg with the
 gradient evaluations of HF (four times the local steps). Each network of ``study.networks`` is trained once and judged under every
 protocol of ``study.protocols`` (as by ``perfed-eval``). The block "tuned" repeats it with local steps chosen on validation data,
-from the same trials for every method (``conf/tune/studies/table1.yaml``). Claims: :mod:`perfed.studies.paper`.
+from the same trials for every method (``conf/tune/studies/table1.yaml``). Claims: :mod:`perfed.studies.paper`; that HF is ahead after
+the same time is read from the same trainings, that it is ahead of ARUBA from the reports of ``experiment=aruba`` in the same outputs.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import textwrap
@@ -17,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from perfed import compare, results, tables
-from perfed.config import Config, conf_dir
-from perfed.errors import nearest, require
+from perfed.config import Config, conf_dir, parse
+from perfed.errors import nearest, require, show
 from perfed.htmlpage import Section
 from perfed.identity import identity
 from perfed.results import Run
 from perfed.studies import paper
-from perfed.studies.compared import image_folder, publish
+from perfed.studies.compared import at, before, better_and_worse, curve, image_folder, publish
 from perfed.studies.jobs import Context, Done, Job, run_all
 from perfed.studies.paper import EQUAL, EXACT, FEDAVG, FO, HEADS, HF, LOCAL, ROWS, TITLES
 from perfed.studies.tuning import Space, Tuned, choices, read, tuned
@@ -39,6 +41,9 @@ NETWORKS = {
 METHODS = (FEDAVG, FO, HF, EXACT, LOCAL, EQUAL)
 AS_CONFIGURED, TUNED = "steps as configured", "tuned steps"
 HELD_OUT = "split.val=0.2"
+OF_A_ROW = ("alpha", "tau", "partition.diff_hetero")
+"""What the claims compare: a row keeps its own."""
+NOT_OF_A_ROW = ("seed", "seeds", "eval_every", "data")
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,20 @@ def known_rows(rows: Sequence[str] | None) -> list[str]:
     return wanted
 
 
+def changed(context: Context, rows: Sequence[str]) -> dict[str, Any]:
+    """Keys of which the command's words give a row another value than its own, with that value. Raises UserError for one that a row is
+    known by."""
+    out: dict[str, Any] = {}
+    for row in rows:
+        words = row_words(row, context.config.study.cifar)
+        own, mine = (tables.flat(identity(config, "").content) for config in (parse(context.compose(words)), context.parsed(*words)))
+        out |= {key: mine.get(key) for key in own.keys() | mine.keys() if own.get(key) != mine.get(key)}
+        for key in OF_A_ROW:
+            why = f"{show(own.get(key))} in the row {row}, which says so; study.rows chooses among {', '.join(ROWS)}"
+            require(key not in out or key not in mine, key, out.get(key), why)
+    return {key: out[key] for key in sorted(out) if key not in NOT_OF_A_ROW and not key.startswith("algo.")}
+
+
 def main(context: Context) -> int:
     """Run the study; returns the exit code."""
     study, rows = context.config.study, known_rows(context.config.study.rows)
@@ -104,6 +123,7 @@ def main(context: Context) -> int:
     if study.tuned:
         own = "0: the tuned block holds out its own 20 %, the other none (study.tuned=false)"
         require(context.config.split.val == 0, "split.val", context.config.split.val, own)
+    other = changed(context, rows)
     if context.config.plan:
         print(_plan(base, space, context))
         return 0
@@ -122,7 +142,7 @@ def main(context: Context) -> int:
         ended |= run_all([Job(key.label, text) for key, text in jobs.items() if key.block == block], context, "run")
     folders = {key: ended[key.label].folder for key in jobs if ended[key.label].problem is None}
     runs = _judged(folders, study.protocols)
-    return _report(context, rows, runs, {key: ended[key.label] for key in jobs}, chosen, smooth)
+    return _report(context, rows, runs, {key: ended[key.label] for key in jobs}, chosen, smooth, other)
 
 
 def table_space() -> Space:
@@ -171,11 +191,11 @@ def _judged(folders: Mapping[Key, Path | None], protocols: Sequence[str]) -> dic
 
 
 def values_of(runs: Mapping[tuple[Key, str], Run], variant: Variant) -> dict[tuple[str, str], dict[str, float]]:
-    """(row, method) -> accuracy by seed, of one table; a cell with a diverged seed is left out."""
+    """(row, method) -> accuracy by seed, of one table; of a cell with a diverged seed none."""
     return {
-        (key.row, key.method): tables.primary(run.result)["per_seed"]
+        (key.row, key.method): {} if run.result["diverged"] else tables.primary(run.result)["per_seed"]
         for (key, protocol), run in runs.items()
-        if Variant(key.network, protocol, key.block) == variant and not run.result["diverged"]
+        if Variant(key.network, protocol, key.block) == variant
     }
 
 
@@ -184,9 +204,16 @@ def variants_of(runs: Mapping[tuple[Key, str], Run]) -> list[Variant]:
 
 
 def table_of(
-    rows: Sequence[str], runs: Mapping[tuple[Key, str], Run], variant: Variant, smooth: Mapping[tuple[str, str], float]
+    rows: Sequence[str],
+    runs: Mapping[tuple[Key, str], Run],
+    variant: Variant,
+    smooth: Mapping[tuple[str, str], float],
+    other: Mapping[str, Any] | None = None,
 ) -> tables.Grid:
-    """One table: a line per row, and below it the paper's recalled values where there are any."""
+    """One table: a line per row, and below it the paper's recalled values where there are any.
+
+    ``other``: what the command changed of the rows' settings; the caption says so, and the paper's values do not stand beside it.
+    """
     lines, notes = [], []
     mine = {(key.row, key.method): run for (key, protocol), run in runs.items() if Variant(key.network, protocol, key.block) == variant}
     for row in rows:
@@ -208,7 +235,7 @@ def table_of(
         size = smooth.get((row, variant.network))
         alpha_l = "-" if size is None else f"{ROWS[row].alpha * size:.2g}"
         lines.append([ROWS[row].text, *cells, tables.percent(majority), alpha_l])
-        if recalled := ROWS[row].recalled:
+        if (recalled := ROWS[row].recalled) and not other:
             old = [tables.accuracy_text(*recalled[method]) if method in recalled else "-" for method in METHODS]
             lines.append(["  paper, as recalled", *old, "-", "-"])
     caption = tables.sweep_caption([run for run in mine.values()], tuned=variant.block == TUNED)
@@ -217,13 +244,17 @@ def table_of(
         "gradient evaluations of HF. local judges each user's own model, the others the global one after the protocol's adaptation. "
         "alpha L: the adaptation step times the largest Hessian eigenvalue of a user's loss at the initial model."
     )
-    if any(ROWS[row].recalled for row in rows):
+    if other:
+        caption += f" Not the rows' own: {', '.join(f'{key}={show(value)}' for key, value in other.items())}."
+    elif any(ROWS[row].recalled for row in rows):
         caption += f" The paper's values are {paper.RECALLED}; what its ± counts is not stated."
+        if variant.protocol != "paper":
+            caption += " They are of the protocol paper."
     return tables.grid(["row", *(HEADS[method] for method in METHODS), "majority", "alpha L"], lines, caption, notes)
 
 
 def groups_of(rows: Sequence[str], runs: Mapping[tuple[Key, str], Run], variant: Variant) -> tables.Grid:
-    """Accuracy by user group and of the worst 10 %, beside each table."""
+    """Accuracy before adaptation, by user group and of the worst 10 %, and who gains over local training, beside each table."""
     mine = {(key.row, key.method): run for (key, protocol), run in runs.items() if Variant(key.network, protocol, key.block) == variant}
     lines = []
     for row in rows:
@@ -233,12 +264,14 @@ def groups_of(rows: Sequence[str], runs: Mapping[tuple[Key, str], Run], variant:
             for name in dict.fromkeys(name for cell in cells.values() for name in cell["groups"])
         }
         low = {m: f"{tables.percent(cell['worst10'])} ({tables.percent(cell['binomial_floor'])})" for m, cell in cells.items()}
-        for name, texts in (*kinds.items(), ("worst 10 % (floor)", low)):
+        start = {m: tables.percent(before(mine[row, m])) for m in cells}
+        gain = {m: better_and_worse(mine[row, m], mine[row, LOCAL]) for m in cells if LOCAL in cells and m != LOCAL}
+        for name, texts in (("before adaptation", start), *kinds.items(), ("worst 10 % (floor)", low), ("better / worse than local", gain)):
             lines.append([f"{ROWS[row].text}: {name}", *(texts.get(m, "-") for m in METHODS)])
     caption = (
-        "The same runs by group of users (group 1: five classes; group 2: two classes, one of which is most of a user's data; under "
-        "diff. hetero. one class, where 100 % is trivial), and the mean of the tenth of the users with the lowest accuracy, with its "
-        "binomial floor."
+        "The same runs: the same models before adaptation; by group of users (group 1: five classes; group 2: two classes, one of which is "
+        "most of a user's data; under diff. hetero. one class, where 100 % is trivial); the mean of the tenth of the users with the lowest "
+        "accuracy, with its binomial floor; shares of the users, in percent, with a higher / lower accuracy than under local training."
     )
     return tables.grid(["row: users", *(HEADS[m] for m in METHODS)], lines, caption)
 
@@ -249,18 +282,50 @@ def against_equal(values: paper.Values) -> dict[tuple[str, str], paper.Seeds]:
     return out | {(row, FEDAVG): seeds for (row, method), seeds in values.items() if method == EQUAL}
 
 
+def equal_time(rows: Sequence[str], trained: Mapping[Key, Run], network: str) -> list[paper.Part]:
+    """HF - FedAvg, as configured, when the cheaper of the two trainings of a row ends; by their own protocol and measured seconds."""
+    parts = []
+    for row in rows:
+        pair = [trained.get(Key(row, network, AS_CONFIGURED, method)) for method in (HF, FEDAVG)]
+        text = f"{ROWS[row].text}: HF - FedAvg"
+        if None in pair or any(run.result["diverged"] for run in pair):
+            parts.append(paper.Part(text, None, "not run" if None in pair else "diverged"))
+            continue
+        curves = [curve(run) for run in pair]
+        end = min(found["seconds"][-1] for found in curves)
+        values = [dict(zip(run.result["seeds"], at(found, "seconds", end), strict=True)) for run, found in zip(pair, curves, strict=True)]
+        if not all(v == v for seeds in values for v in seeds.values()):
+            parts.append(paper.Part(f"{text} after {end:.3g} s, before the first evaluation", None, "not run"))
+        else:
+            parts.append(paper.compare(f"{text} after {end:.3g} s of training, a seed's share", *values))
+    return parts
+
+
+def stored_verdicts(outputs: Path) -> str:
+    """What the reports of ``experiment=aruba`` in a folder say of their claims."""
+    found = []
+    for path in sorted(outputs.glob("aruba-*/verdicts.csv")):
+        with open(path, encoding="utf-8", newline="") as file:
+            found.append(f"{' / '.join(dict.fromkeys(line['verdict'] for line in csv.DictReader(file)))} ({path.parent.name})")
+    return "; ".join(found) or "not run (experiment=aruba)"
+
+
 def verdicts(
-    found: Mapping[paper.Choices, paper.Values], networks: Mapping[str, tuple[paper.Values, paper.Values]]
+    found: Mapping[paper.Choices, paper.Values],
+    networks: Mapping[str, tuple[paper.Values, paper.Values]],
+    timed: Sequence[paper.Part] = (),
+    aruba: str = "not run (experiment=aruba)",
 ) -> tuple[tables.Grid, tables.Grid, tables.Grid]:
     """(claims with the first choices' verdict and what turns it, claims x all choices, every comparison).
 
-    ``found``: choices -> values; ``networks``: name of a more complex network -> (values of mlp, values of it).
+    ``found``: choices -> values; ``networks``: name of a more complex network -> (values of mlp, values of it); ``timed``: the parts of
+    :func:`equal_time`; ``aruba``: of :func:`stored_verdicts`.
     """
     short, whole, every = [], [], []
     for claim in paper.CLAIMS:
         parts = {made: list(claim.parts(values)) for made, values in found.items()}
         ends = {made: paper.overall(p) for made, p in parts.items()}
-        short.append([claim.text, next(iter(ends.values())), paper.turned(ends)])
+        short.append([claim.text, paper.ours(next(iter(parts.values()))), paper.turned(ends)])
         whole.append([claim.text, *ends.values()])
         for made, listed in parts.items():
             for part in listed:
@@ -270,13 +335,17 @@ def verdicts(
     for name, (base, other) in networks.items():
         parts = list(paper.keeps_the_order(base, other))
         text = f"a more complex network keeps the order ({name} against mlp)"
-        short.append([text, paper.overall(parts), "-"])
+        short.append([text, paper.ours(parts) if parts else "undecided (mlp separates no two methods)", "-"])
         every += [["network", name, part.text, paper.difference_text(part.difference), part.verdict] for part in parts]
+    short += [["HF is ahead of FedAvg after the same time", paper.ours(timed), "-"], ["HF is ahead of FedAvg + ARUBA", aruba, "-"]]
+    every += [["equal time", "as trained", part.text, paper.difference_text(part.difference), part.verdict] for part in timed]
     base = next(iter(found))
     note = (
         f"Of the first table ({_chosen(base)}). Supported, contradicted, undecided: by the 95 % interval of the paired difference over "
-        "common seeds, of every comparison that the claim makes in these rows (below five seeds: undecided; one contradicted comparison "
-        "contradicts the claim). Turned by: the choice that the paper leaves open and that, changed alone, gives another verdict."
+        "common seeds, each by itself, of every comparison that the claim makes in these rows (below five seeds: undecided; one "
+        "contradicted comparison contradicts the claim). Turned by: the choice that the paper leaves open and that, changed alone, gives "
+        "another verdict (with tuned steps a fifth of the training data is held out too). After the same time: by measured seconds, whose "
+        "own error the intervals do not know."
     )
     return (
         tables.grid(["claim of the paper", "verdict", "turned by"], short, note),
@@ -309,22 +378,27 @@ def below_majority(rows: Sequence[str], runs: Mapping[tuple[Key, str], Run]) -> 
         yield f"the paper's, {paper.RECALLED}: {'; '.join(old) or 'none'}."
 
 
-def _report(context: Context, rows: list[str], runs: Any, ended: Mapping[Key, Done], chosen: Any, smooth: Any) -> int:
+def _report(
+    context: Context, rows: list[str], runs: Any, ended: Mapping[Key, Done], chosen: Any, smooth: Any, other: Mapping[str, Any]
+) -> int:
     config = context.config
     missing = [f"{key.label}: {done.problem}" for key, done in ended.items() if done.problem is not None]
     missing += [f"{key.label}: every trial failed or diverged" for key, found in chosen.items() if found.best is None]
     variants = variants_of(runs)
     folder = config.outputs_path / _name(config, rows)
     folder.mkdir(parents=True, exist_ok=True)
+    trained = {key: results.load(done.folder) for key, done in ended.items() if done.folder is not None}
     sections: list[Section] = []
-    said: set[str] = set()
+    last: tables.Grid | None = None
     for number, variant in enumerate(variants, 1):
-        shown = table_of(rows, runs, variant, smooth)
+        shown = table_of(rows, runs, variant, smooth, other)
         sections.append(Section(variant.text, [shown, groups_of(rows, runs, variant)]))
         results.write_text(folder / f"table{number}.csv", tables.to_csv(shown))
-        print(f"\n{variant.text}\n\n{tables.plain(tables.unsaid(shown, said))}", flush=True)
+        print(f"\n{variant.text}\n\n{tables.plain(tables.unsaid(shown, last))}", flush=True)
+        last = shown
     if variants:
-        claims, whole, every = verdicts(*_values(config, runs, variants))
+        timed = equal_time(rows, {key: run for key, run in trained.items() if run.complete}, config.study.networks[0])
+        claims, whole, every = verdicts(*_values(config, runs, variants), timed, stored_verdicts(config.outputs_path))
         sections += [Section("Verdicts", [claims, whole]), Section("Every comparison", [every], 3)]
         results.write_text(folder / "verdicts.csv", tables.to_csv(claims))
         results.write_text(folder / "comparisons.csv", tables.to_csv(every))
@@ -333,13 +407,14 @@ def _report(context: Context, rows: list[str], runs: Any, ended: Mapping[Key, Do
     sections.append(Section("Below the majority class", below))
     if chosen:
         named = {f"{ROWS[key.row].text}; {key.network}: {TITLES[key.method]}": found for key, found in chosen.items()}
-        sections.append(Section("What was chosen", [choices(named, config.study.tuning_share)]))
+        picked = choices(named, config.study.tuning_share)
+        sections.append(Section("What was chosen", [picked]))
+        print(tables.plain(picked))
     print("Below the majority class:")
     for line in below:
         print(textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="    "))
-    trained = {key.label: results.load(done.folder) for key, done in ended.items() if done.folder is not None}
     data = ", ".join(dict.fromkeys(ROWS[row].data for row in rows))
-    publish(folder, f"Table 1 of the Per-FedAvg paper on {data}", sections, trained, missing)
+    publish(folder, f"Table 1 of the Per-FedAvg paper on {data}", sections, {key.label: run for key, run in trained.items()}, missing)
     return 1 if missing else 0
 
 

@@ -11,7 +11,7 @@ highest accuracy on the validation data after the last round is chosen (the firs
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,13 @@ def trial_words(config: Config, rounds: int) -> tuple[str, ...]:
     return (f"seed={seeds.start}", f"seeds={len(seeds)}", f"eval_every={10**6}", "pictures=false", share)
 
 
-def tuned(context: Context, methods: Mapping[str, Sequence[str]], spaces: Mapping[str, Space], lanes: bool = False) -> dict[str, Tuned]:
+def tuned(
+    context: Context,
+    methods: Mapping[str, Sequence[str]],
+    spaces: Mapping[str, Space],
+    lanes: bool = False,
+    rounds: Callable[[str, Mapping[str, Any]], int] | None = None,
+) -> dict[str, Tuned]:
     """Train the trials of all methods and choose: ``{label: Tuned}``.
 
     ``methods``: by a label of your own, the words that make the method beside those of ``context``: ``{"fedavg": ["algo=fedavg"]}``.
@@ -193,15 +199,18 @@ def tuned(context: Context, methods: Mapping[str, Sequence[str]], spaces: Mappin
     before are not trained again.
 
     ``lanes``: trials of a method that differ in float hyper-parameters alone are trained side by side, where the method allows it; they
-    leave a record in ``outputs/trials`` and no run folder. Raises UserError without validation data, KeyboardInterrupt when interrupted.
+    leave a record in ``outputs/trials`` and no run folder. ``rounds``: of a method (its label) with a trial's values, for the report;
+    default those of its words; a trial takes ``study.tuning_share`` of them. Raises UserError without validation data, KeyboardInterrupt
+    when interrupted.
     """
     config = context.config
     require(config.split.val > 0, "split.val", config.split.val, "a share > 0: the trials are chosen on validation data")
     jobs: dict[tuple[str, int], Job] = {}
     for name, base in methods.items():
         fixed = (*base, *spaces[name].fixed)
-        more = trial_words(config, context.parsed(*fixed).rounds)
+        whole = None if rounds else context.parsed(*fixed).rounds
         for i, values in enumerate(spaces[name].trials):
+            more = trial_words(config, rounds(name, values) if rounds else whole)
             jobs[name, i] = Job(label(name, values), (*fixed, *words(values), *more))
     found = _side_by_side(context, jobs) if lanes else {}
     ended = run_all([job for key, job in jobs.items() if key not in found], context, "trial")
@@ -274,6 +283,6 @@ def choices(found: Mapping[str, Tuned], share: float = 1.0) -> tables.Grid:
     caption = (
         f"The best of {counts} trials for each method by accuracy on validation data (training data held out, other seeds than the "
         f"table's{'' if share == 1 else f', {share:g} of its rounds'}). Range: over the trials that ended without diverging (how many). "
-        "At an edge: the chosen value is the smallest or largest of its grid, a better one may lie beyond."
+        "At an edge: the chosen value is the smallest or largest of at least three, a better one may lie beyond."
     )
     return tables.grid(["method", "trials", "chosen", "validation %", "range % (trials)", "at an edge"], rows, caption)
