@@ -386,7 +386,7 @@ def test_the_table_of_claims(tmp_path):
     told = {row[0].text: (row[1].text, row[2].text) for row in short.rows}
     assert told["both Per-FedAvg methods are above FedAvg on MNIST"] == ("supported", "protocol clean: contradicted")
     assert told["a more complex network keeps the order (mlp_large against mlp)"] == ("contradicted", "-")  # there FedAvg is above FO
-    assert told["HF is ahead of FedAvg after the same time"] == ("contradicted", "-")
+    assert told[table1.AT_EQUAL_TIME] == ("contradicted", "-")
     assert told["HF is ahead of FedAvg + ARUBA"] == ("undecided (aruba-x)", "-")
     assert told["a larger alpha hurts FO"] == ("not run", "-")
     assert ["equal time", "as trained", "mnist_tau4", "-10.00 ± 0.00", "contradicted"] in [[c.text for c in row] for row in every.rows]
