@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from perfed.errors import UserError, require
 
+T = TypeVar("T")
+MENDINGS = 16
+"""Torn libraries that are removed before a compiler counts as broken."""
 EAGER_FLOPS = 15e9
 """Floating-point operations a second of the eager vmapped step on one CPU core (measured on the paper's network); only
 decides whether compiling may pay."""
@@ -84,10 +90,36 @@ def compiler_works(device_type: str) -> str | None:
     """None when a trivial function compiles and runs, else what went wrong, in one line."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns about an absent CUDA toolkit on every CPU machine
     try:
-        torch.compile(lambda x: x + 1)(torch.ones(2, device=device_type))
+        mended(lambda: torch.compile(lambda x: x + 1)(torch.ones(2, device=device_type)))
     except Exception as error:  # torch wraps the compiler's own errors in many kinds
         return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
     return None
+
+
+def mended(call: Callable[[], T]) -> T:
+    """``call()``, which compiles. A process that was killed while it compiled leaves half a library in torch's cache, where every later
+    one would stumble over it: such a library is removed, and the call made again."""
+    for _ in range(MENDINGS):
+        try:
+            return call()
+        except Exception as error:  # torch wraps the loader's errors in its own
+            if not remove_torn(error):
+                raise
+            torch.compiler.reset()
+    return call()
+
+
+def remove_torn(error: BaseException) -> bool:
+    """Remove the library that could not be loaded, if it lies in the compiler's cache; whether one was removed."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    cache, found = Path(cache_dir()).resolve(), False
+    for name in re.findall(r"(/[^\n:]+\.so): (?:file too short|invalid ELF header|file data|ELF load)", str(error)):
+        path = Path(name).resolve()
+        if path.is_relative_to(cache) and path.is_file():
+            path.unlink()
+            found = True
+    return found
 
 
 def available_memory(device: torch.device) -> int | None:

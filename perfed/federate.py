@@ -29,7 +29,7 @@ from perfed.algorithms.base import Algorithm, Down, Population, Task
 from perfed.binding import Method, Varies, bind
 from perfed.data.partition import Owned, Partition
 from perfed.data.sampling import Draw, cohort, draw, key, permuted, uniforms
-from perfed.device import keep_freed_memory
+from perfed.device import keep_freed_memory, mended
 from perfed.types import Batch, Info, Params, State, Tree
 
 DIVERGED_NORM = 1e6  # a lane is diverged when ||w|| exceeds this many times max(||w_0||, 1)
@@ -291,7 +291,7 @@ class Federation:
         if not self.compiled or self.step_calls:
             return self._advance(*arguments)
         try:
-            return self._advance(*arguments)
+            return mended(lambda: self._advance(*arguments))
         except Exception as error:  # torch wraps compilers' errors in many kinds; an error of the method's own comes again
             self.compiled, self._advance = False, self._step
             self.warning = f"warning: not compiled: {error.__class__.__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"

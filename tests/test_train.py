@@ -16,7 +16,7 @@ import torch
 from small import split
 
 import perfed
-from perfed import frontdoor, results, train
+from perfed import device, frontdoor, results, train
 from perfed.config import parse
 from perfed.data.partition import Partition
 from perfed.device import pick_device
@@ -633,6 +633,48 @@ def test_a_step_that_does_not_compile_runs_eagerly(config, plain, monkeypatch, t
     done = train.run(config("engine.compile=true"), tmp_path / "compiled")
     assert "warning: not compiled: RuntimeError: cannot lower this step" in (done.folder / "log.txt").read_text()
     assert content(done.folder) == content(eager.folder)
+
+
+def test_half_a_library_in_the_compilers_cache_is_removed(tmp_path, monkeypatch):
+    """A process killed while it compiles leaves one; torch would stumble over it for ever."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)
+    (tmp_path / "cache" / "ab").mkdir(parents=True)
+    torn, other = tmp_path / "cache" / "ab" / "x.main.so", tmp_path / "mine.so"
+    for path in (torn, other):
+        path.write_bytes(b"")
+
+    def call():
+        for path in (torn, other):
+            if path.exists():
+                raise RuntimeError(f"InductorError: ImportError: {path}: file too short")
+        return "ran"
+
+    with pytest.raises(RuntimeError, match=r"mine\.so"):  # what does not lie in the cache is not touched
+        device.mended(call)
+    assert not torn.exists() and other.exists()
+    other.unlink()
+    assert device.mended(call) == "ran"
+
+
+@pytest.mark.slow
+def test_a_run_compiles_again_over_torn_libraries(tmp_path):
+    """The same with the real compiler, in processes of their own."""
+    words = ["dataset=synthetic", "partition=iid", "n=4", "rounds=2", "seeds=1", "model.hidden=[6]", "engine.compile=true"]
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(Path(train.__file__).parents[1])}
+
+    def run(*more: str) -> str:
+        done = subprocess.run([sys.executable, "-m", "perfed", *words, *more], cwd=tmp_path, env=env, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    assert "not compiled" not in run()
+    libraries = list((tmp_path / "cache").rglob("*.so"))
+    assert libraries
+    for path in libraries:
+        path.write_bytes(b"")
+    assert "not compiled" not in run("force=true")
+    assert any(path.exists() and path.stat().st_size > 0 for path in libraries)
 
 
 def test_validation_selects_a_round_without_test_data(config, plain):
