@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 
 from perfed.config import Config, conf_dir, parse, version
 from perfed.errors import UserError
+from perfed.folders import require_writable
 from perfed.frontdoor import Cell, Command, Composer, FrontDoor, InJob, Refused, compose
 from perfed.sweep import Outcome, Sweep, at_once, guarded, launch
 
@@ -123,6 +124,9 @@ def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
     from perfed.isolation import settings_kept
 
     cells = command.cells
+    for cell in cells:
+        inside = cell.folder.is_relative_to(cell.config.outputs_path)
+        require_writable("outputs" if inside else "hydra.run.dir", cell.config.outputs_path if inside else cell.folder)
     sizes: dict[Path, prepare.Size] = {}
     done: set[Path] = set()
     for number, cell in enumerate(cells):
@@ -180,7 +184,10 @@ def _estimate(door: FrontDoor, command: Command, done: int, sizes: Sequence[Any]
 
 def _sweep(door: FrontDoor, command: Command, names: Sequence[str]) -> int:
     """Run the jobs of a sweep that are missing, and close with a table of all."""
-    cells = list({cell.folder: cell for cell in command.cells}.values())
+    first: dict[Path, Cell] = {}
+    for cell in command.cells:
+        first.setdefault(cell.folder, cell)
+    cells = list(first.values())
     by_folder: dict[Path, str] = {}
     for cell, name in zip(command.cells, names, strict=True):
         if cell.folder in by_folder:
@@ -226,6 +233,7 @@ def _study(command: Command, args: argparse.Namespace) -> int:
     if own is not None:
         raise Refused(own, f"study {config.study.name} chooses the algorithms; narrow it with study.methods=[...]")
     config.tracker.check()
+    require_writable("outputs", config.outputs_path)
     reading_once = functools.partial(compose, composer=Composer())
     return studies.main(config.study.name, Context(config, (*words, *_group([config], config.study.name)), reading_once))
 
@@ -356,7 +364,11 @@ def _attempt(cfg: DictConfig, folder: Path, sweep: Sweep | None) -> Outcome:
     try:
         config = parse(cfg)
         result = train.run(config, folder, quiet=together)
-        print(f"{prefix}{result.status}: {result.folder}" + (f"\n\n{result.table}" if alone else ""), flush=True)
+        untracked = ""
+        tracked = (results.load(result.folder).config.get("tracker") or {}).get("name", "none")
+        if result.status == "finished before" and config.tracker.name != tracked:
+            untracked = f" (nothing goes to {config.tracker.name}: the run is over; force=true runs it again)"
+        print(f"{prefix}{result.status}: {result.folder}{untracked}" + (f"\n\n{result.table}" if alone else ""), flush=True)
         return Outcome(DONE)
     except results.Held as error:
         return Outcome(_complain(f"{label}: {error}" if together else str(error), HELD), "held by another process")

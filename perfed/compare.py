@@ -96,6 +96,9 @@ def _marks(
         return set(), {}
     mean = {i: of.better * stats.interval(list(v.values()))[0] for i, v in values.items()}
     best = {i for i in mean if mean[i] == max(mean.values())}
+    shared = {i: of.better * stats.interval([v[seed] for seed in common])[0] for i, v in values.items()}
+    if best != {i for i in shared if shared[i] == max(shared.values())}:  # seeds that not all have decide which is the best
+        return set(), {}
     if not dagger:
         return best, {}
     pairs = list(combinations(values, 2))

@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from perfed import keys, results, tables
@@ -146,12 +147,31 @@ def age_text(seconds: float) -> str:
 # ---------------------------------------------------------------- removed
 
 
+WRITTEN = (
+    "status.json", "result.json", "config.yaml", "provenance.json", "log.txt", "report.md", "rounds.csv", "users.csv", "timing.csv",
+    "partition-seed*.npz", "state.pt", "state-previous.pt", "final.pt", "donor.pt", "eval-*", "wandb", "tensorboard", ".hydra",
+    *(f"{name}.{kind}" for name in ("learning_curve", "per_user", "partition", "adaptation") for kind in ("png", "pdf")),
+    results.LOCK, f"{results.TEMPORARY}*",
+)  # fmt: skip
+"""All that a run may leave in its folder."""
+
+
 @dataclass(frozen=True)
 class Pruned:
     """``removed``: folder and bytes, also of a dry run; ``kept``: folders of the asked status that stay, and why."""
 
     removed: tuple[tuple[Path, int], ...]
     kept: tuple[tuple[Path, str], ...]
+
+
+def require_writable(key: str, folder: Path) -> None:
+    """Raise UserError where a folder cannot be made, or written to."""
+    here = folder
+    while not here.exists() and not here.is_symlink() and here != here.parent:
+        here = here.parent
+    what = "a link to nothing" if not here.exists() else "no folder" if not here.is_dir() else "not writable"
+    ok = here.is_dir() and os.access(here, os.W_OK | os.X_OK)
+    require(ok, key, folder, f"a folder that can be made or written to; {here} is {what}")
 
 
 def statuses(text: str) -> tuple[str, ...]:
@@ -167,11 +187,11 @@ def statuses(text: str) -> tuple[str, ...]:
 def prune(folders: Iterable[Path], wanted: Sequence[str], remove: bool) -> Pruned:
     """Remove the run folders whose status is among ``wanted``; with ``remove`` False only say which.
 
-    A folder stays if a process holds it, if it is a link, if its status.json is not one of perfed's, or if another run lies inside it (but
-    for what ``perfed-eval`` scored). Links inside are removed, never followed.
+    A folder stays if a process holds it, if it is a link, if its status.json is not one of perfed's, if it holds anything that a run does
+    not write, or if another run lies inside it (but for what ``perfed-eval`` scored). Links inside are removed, never followed.
     """
     gone, kept = [], []
-    for folder in folders:
+    for folder in (path if path.is_symlink() else path.resolve() for path in folders):
         status = results.read_status(folder)
         if status is None or status["status"] not in wanted:
             continue
@@ -205,6 +225,8 @@ def _not_ours(folder: Path) -> str:
         inside[:] = [name for name in inside if not (Path(here) == folder and name.startswith("eval-"))]
         if "status.json" in names and Path(here) != folder:
             return f"another run lies in it ({Path(here).relative_to(folder)})"
+    if foreign := sorted(path.name for path in folder.iterdir() if not any(fnmatch(path.name, own) for own in WRITTEN)):
+        return f"it holds what no run writes ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}); remove it by hand"
     return ""
 
 

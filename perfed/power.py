@@ -13,8 +13,8 @@ The runs of one setting give two kinds of equations:
               MS_e the mean square of what row and column means leave, var_c(mean_s Y) - MS_e / S estimates v_X (two-way analysis of
               variance; for S = 1 it is var_c(Y))
 
-They are solved by least squares, weighted by degrees of freedom, under v >= 0. A source that the equations do not determine has no number,
-and the command of the runs that are missing is printed.
+They are solved by least squares, weighted by the precision of each variance, under v >= 0. A source that the equations do not determine
+has no number, and the command of the runs that are missing is printed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ from perfed.tables import CHANCE, Grid, grid
 Fixed = tuple[int | None, ...]
 """partition_seed, init_seed, sampling_seed of a run; None follows the seed."""
 FREE: Fixed = (None, None, None)
+
+
+REWEIGHTINGS = 10
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,23 @@ def _between(table: np.ndarray) -> float:
 
 def _solved(rows: np.ndarray, values: np.ndarray, weights: np.ndarray) -> tuple[float | None, ...]:
     """Weighted least squares under v >= 0: the best of the solutions with some v held at 0. Where the equations do not determine all
-    sources there is no such bound to use, and a determined one below 0 counts as 0."""
-    count = len(FREE)
+    sources there is no such bound to use, and a determined one below 0 counts as 0.
+
+    A sample variance has the variance 2 v^2 / df, so an equation weighs df / v^2: v from the equation itself at first, then as solved.
+    """
     if not len(values):
-        return (None,) * count
+        return (None,) * len(FREE)
+    floor = 1e-3 * max(float(np.abs(values).max()), 1e-300)
+    found: tuple[float | None, ...] = ()
+    fitted = values
+    for _ in range(REWEIGHTINGS):
+        found = _solved_once(rows, values, weights / np.maximum(fitted, floor) ** 2)
+        fitted = values if None in found else rows @ np.array(found)
+    return found
+
+
+def _solved_once(rows: np.ndarray, values: np.ndarray, weights: np.ndarray) -> tuple[float | None, ...]:
+    count = len(FREE)
     known = [np.linalg.matrix_rank(np.vstack([rows, np.eye(count)[i]])) == np.linalg.matrix_rank(rows) for i in range(count)]
     scale = np.sqrt(weights)
     if not all(known):
@@ -202,8 +218,8 @@ def variance_table(pivot: Pivot, cell: str = "accuracy", model: str | None = Non
     caption = (
         f"Where the spread over seeds comes from, as standard deviations ({want.measure.what[0].lower() + want.measure.what[1:]}) and "
         "shares of the variance: from runs in which only some of the three are redrawn, by an additive model (the sources act "
-        "independently), least squares weighted by degrees of freedom. Sum: of the three by that model; measured: of the runs with all "
-        "three redrawn." + worst
+        "independently), least squares weighted by the precision of each variance. Sum: of the three by that model; "
+        "measured: of the runs with all three redrawn." + worst
     )
     columns = [*pivot.heads(), *map(keys.shown, pivot.column_keys), *CHANCE.values(), "sum", "measured"]
     return grid(columns, rows, caption, notes, len(pivot.heads()) + len(pivot.column_keys))

@@ -33,7 +33,7 @@ class Progress:
         self.note(text)
         if self.mode == "bar" and self.bar is not None:
             self.bar.write(text, file=sys.stderr)
-        elif self.mode != "off":
+        elif self.mode != "off" or text.startswith("warning"):  # a warning is about the result
             print(text, file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:

@@ -216,9 +216,11 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     for first, second in zip(modes, modes[1:], strict=False):
         raise UserError(second, getattr(options, second), f"not together with {first}")
     for mode in modes:
-        alone = {"why": ("rows", "columns", "cell", "model", "steps"), "list": (), "prune": (), "html": ()}
-        allowed = alone.get(mode, SHAPING[:5] + ("scatter",))
-        allowed += ("reference",) if mode == "power" else ()
+        judged = ("rows", "columns", "model", "steps")
+        own = {"why": ("cell",), "power": ("cell", "reference", "scatter"), "list": (), "prune": (), "html": ()}
+        allowed = own.get(mode, ("scatter",)) + (judged if mode not in ("list", "prune", "html") else ())
+        plain = mode != "html" or options.format == parser.get_default("format")
+        require(plain, "format", options.format, "says nothing with html")
         other = next((key for key in SHAPING if key not in allowed and getattr(options, key) != parser.get_default(key)), None)
         require(other is None, other or "", getattr(options, other or "rows"), f"says nothing with {mode}")
     require(options.prune is not None or not options.yes, "yes", "true", "goes with prune")

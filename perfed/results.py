@@ -304,7 +304,8 @@ def load(folder: Path | str) -> Run:
     except Exception as error:  # the YAML and OmegaConf errors share no base class
         raise UserError("run", folder, f"config.yaml is damaged: {error}") from None
     result = read_json(folder / "result.json")
-    require(result is not None or not (folder / "result.json").is_file(), "run", folder, "result.json is damaged")
+    whole = result is not None or not (folder / "result.json").is_file()
+    require(whole, "run", folder, "result.json is damaged; force=true computes the run again")
     return Run(folder, status, config, result)
 
 

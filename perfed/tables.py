@@ -64,7 +64,12 @@ def plain(table: Grid) -> str:
     sides = [str.ljust] * table.labels + [str.rjust] * (len(widths) - table.labels)
     text = ["  ".join(side(item, width) for side, item, width in zip(sides, line, widths, strict=True)).rstrip() for line in lines]
     text.insert(depth, "  ".join("-" * width for width in widths))
-    return "\n".join([*text, *(textwrap.fill(line, 110) for line in _below(table))]) + "\n"
+    return "\n".join([*text, *map(_wrapped, _below(table))]) + "\n"
+
+
+def _wrapped(line: str) -> str:
+    """Lines of 110 columns; names are not cut at hyphens, and a line with a command stays whole, so that it can be copied."""
+    return line if "python -m perfed" in line else textwrap.fill(line, 110, break_on_hyphens=False, break_long_words=False)
 
 
 def unsaid(table: Grid, last: Grid | None) -> Grid:

@@ -137,10 +137,10 @@ def run(config: Config, folder: Path | str | None = None, quiet: bool = False) -
                 result = _run(prepared, folder, log, signals, started, tracker, quiet)
             except UserError:
                 raise
-            except Exception:
-                text = traceback.format_exc()
+            except Exception as error:
+                text, short = traceback.format_exc(), f"{type(error).__name__}: {' '.join(str(error).split())}"
                 log.write(text)
-                results.write_status(folder, "FAILED", identity=who.hash, traceback=text)
+                results.write_status(folder, "FAILED", identity=who.hash, error=short, traceback=text)
                 raise
         signals.check()  # a signal that came while the end was being written still ends a sweep
         return result
@@ -151,6 +151,8 @@ def _finished(folder: Path) -> Result | None:
     if status is None or status["status"] not in ("DONE", "DIVERGED"):
         return None
     stored = results.load(folder)
+    lost = next((name for name in ("rounds.csv", "users.csv") if not (folder / name).is_file()), None)
+    require(lost is None, "run", folder, f"{lost} is missing; force=true computes the run again")
     return Result(folder, "finished before", tables.plain(tables.run_table(stored.result))) if stored.complete else None
 
 

@@ -23,6 +23,7 @@ from perfed import results, tables
 from perfed.cli import DONE, FAILED, answered
 from perfed.config import Config, absolute, parse
 from perfed.errors import nearest, require
+from perfed.folders import require_writable
 from perfed.frontdoor import Composer, FrontDoor, Refused, compose
 from perfed.studies import tuning
 from perfed.studies.jobs import Context, Done, Job, run_all
@@ -88,6 +89,7 @@ def _main(argv: Sequence[str]) -> int:
     composed = functools.cache(lambda words: compose(words, composer))  # each trial is looked at more than once
     config = parse(composed((*wanted.words, f"algo={first.method}", *first.fixed)))
     require(config.study.name is None, "study.name", config.study.name, _OWN["study.name"])
+    require_writable("outputs", config.outputs_path)
     context = Context(config, wanted.words, lambda words: composed(tuple(words)))
     base = {name: (f"algo={name}",) for name in wanted.spaces}
     _check(context, base, wanted.spaces)
@@ -162,7 +164,10 @@ def _split(overrides: Sequence[str], composer: Composer) -> tuple[list[str], dic
         elif not override.is_discrete_sweep():
             raise Refused(word, "a grid takes values or range(start,stop,step)")
         else:
-            grid[override.get_key_element().lstrip("+")] = list(override.sweep_iterator())
+            key, values = override.get_key_element().lstrip("+"), list(override.sweep_iterator())
+            tuning.require_tunable(key, key, word.partition("=")[2])
+            require(len(set(map(str, values))) == len(values), key, word.partition("=")[2], "different values")
+            grid[key] = values
     known = composer.options("algo")
     require(bool(methods), "algo", "null", "the methods to tune: algo=fedavg,perfedavg_hf, or algo=all")
     if methods == ["all"]:

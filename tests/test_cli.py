@@ -372,3 +372,47 @@ def test_a_process_of_its_own(folder):
     done = subprocess.run([sys.executable, "-m", "perfed", "alhpa=1"], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "perfed: alhpa=1: no such key (did you mean 'alpha'?)\n")
     assert list(folder.iterdir()) == []
+
+
+# ---------------------------------------------------------------- folders that cannot be used, runs that are damaged
+
+
+@pytest.mark.parametrize("word", ["outputs=file.txt", "outputs=file.txt/deep", "hydra.run.dir=file.txt", "outputs=nowhere"])
+@pytest.mark.parametrize("more", [[], ["-m", "tau=1,2"], ["plan=true"]])
+def test_a_folder_that_cannot_be_used_is_refused_in_one_line(word, more, folder, capsys):
+    if "hydra.run.dir" in word and "-m" in more:
+        pytest.skip("a sweep has outputs")
+    (folder / "file.txt").write_text("mine")
+    (folder / "nowhere").symlink_to(folder / "gone")
+    assert main([*TINY, "progress=off", word, *more]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"perfed: {word.partition('=')[0]}=") and err.count("\n") == 1
+    assert sorted(p.name for p in folder.iterdir()) == ["file.txt", "nowhere"]
+
+
+def test_of_equal_jobs_the_first_is_the_one_that_runs(folder, capsys):
+    assert main(["-m", *TINY, "progress=off", "pictures=false", "engine.threads=1,2"]) == 0
+    out, _ = capsys.readouterr()
+    assert "job 2 of 2: engine.threads=2: the same run as job 1" in out
+    (run,) = (folder / "outputs").glob("*-synthetic-*")
+    assert results.load(run).config["engine"]["threads"] == 1
+
+
+def test_a_finished_run_that_lost_a_file_says_what_to_do(folder, capsys):
+    assert main([*TINY, "progress=off", "pictures=false"]) == 0
+    (run,) = (folder / "outputs").iterdir()
+    whole = (run / "users.csv").read_bytes()
+    (run / "users.csv").unlink()
+    capsys.readouterr()
+    assert main([*TINY, "progress=off", "pictures=false"]) == 1
+    assert "users.csv is missing; force=true computes the run again" in capsys.readouterr().err
+    assert main([*TINY, "progress=off", "pictures=false", "force=true"]) == 0 and (run / "users.csv").read_bytes() == whole
+
+
+def test_a_tracker_that_comes_too_late_is_told(folder, capsys):
+    assert main([*TINY, "progress=off", "pictures=false"]) == 0
+    capsys.readouterr()
+    assert main([*TINY, "progress=off", "pictures=false", "tracker=tensorboard"]) == 0
+    assert "nothing goes to tensorboard: the run is over; force=true runs it again" in capsys.readouterr().out
+    assert main([*TINY, "progress=off", "pictures=false"]) == 0
+    assert "nothing goes" not in capsys.readouterr().out

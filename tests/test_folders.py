@@ -2,12 +2,15 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 from test_report import cells, fake_run
 
-from perfed import folders, report, results
+from perfed import folders, report, rescore, results, train
+from perfed.config import parse
 from perfed.errors import UserError
+from perfed.frontdoor import compose
 
 IDENTITY = "ab" * 32
 
@@ -124,11 +127,30 @@ def test_prune_never_follows_a_link(home, tmp_path, capsys):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "data.npz").write_text("x")
-    (home / "b" / "data").symlink_to(precious)
+    (home / "b" / "wandb").symlink_to(precious)
     _, _, err = run(capsys, home / "z-link", "prune=FAILED", "yes=true")
     assert err == f"perfed: {home / 'z-link'} stays: a link; give the folder itself\n" and (home / "b" / "status.json").is_file()
     run(capsys, home / "b", "prune=FAILED", "yes=true")
     assert not (home / "b").exists() and (precious / "data.npz").read_text() == "x"
+
+
+def test_prune_keeps_a_folder_that_holds_what_no_run_writes(home, monkeypatch, capsys):
+    """hydra.run.dir=. in a folder of one's own."""
+    (home / "b" / "thesis.tex").write_text("years of work")
+    (home / "b" / "data").mkdir()
+    monkeypatch.chdir(home / "b")
+    for yes in ([], ["yes=true"]):
+        _, out, err = run(capsys, Path("."), "prune=FAILED", *yes)
+        assert "0 runs" in out and err == f"perfed: {home / 'b'} stays: it holds what no run writes (data, thesis.tex); remove it by hand\n"
+    assert (home / "b" / "thesis.tex").read_text() == "years of work" and (home / "b" / "status.json").is_file()
+
+
+def test_what_a_run_leaves_can_be_pruned(tmp_path, capsys):
+    words = ["dataset=synthetic", "partition=iid", "n=4", "rounds=2", "seeds=2", "adapt.steps=[0,1,2]", "checkpoint_every=0.001"]
+    done = train.run(parse(compose([*words, "model=logistic", "tracker=tensorboard"])), tmp_path / "run")
+    rescore.rescore(done.folder, ["protocol=paper"])
+    run(capsys, tmp_path / "run", "prune=DONE", "yes=true")
+    assert not (tmp_path / "run").exists()
 
 
 def test_prune_removes_nothing_that_is_no_run(home, tmp_path, capsys):

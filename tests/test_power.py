@@ -66,10 +66,30 @@ def test_crossed_runs():
 def test_a_variance_is_never_below_zero():
     """P alone 2.5, I alone 3.5, but only 5 together: B would be -1; the best with v_B = 0 is a compromise of the three equations.
 
-    Minimise (p - 2.5)^2 + (i - 3.5)^2 + (p + i - 5)^2: p = 2.5 - d, i = 3.5 - d, d = 6 - 2 d - 5, so d = 1/3."""
+    A sample variance of df degrees of freedom has the variance 2 v^2 / df, so each weighs 1 / v^2 as fitted (all have df = 4):
+    (p - 2.5) / p^2 = (i - 3.5) / i^2 = -(p + i - 5) / (p + i)^2, which p = 2.38286, i = 3.27829 solve."""
     together = {s: 80 + (v - 80) * math.sqrt(5 / 6) for s, v in numbers(P, Q).items()}
     found = power.components({ALL: together, ONLY_P: numbers(P), ONLY_I: numbers(Q)})
-    assert found.variance == pytest.approx((2.5 - 1 / 3, 3.5 - 1 / 3, 0.0))
+    p, i, b = found.variance
+    misfit = (p + i - 5) / (p + i) ** 2
+    assert ((2.5 - p) / p**2, (3.5 - i) / i**2, b) == (pytest.approx(misfit, rel=1e-3), pytest.approx(misfit, rel=1e-3), 0.0)
+    assert (p, i) == pytest.approx((2.38286, 3.27829), rel=1e-4)
+
+
+def test_a_source_that_is_measured_alone_is_not_drowned_by_a_large_one():
+    """Variances 0.5, 12 and 0.4, each redrawn alone and all together, five seeds, 200 times: least squares with weights that ignore the
+    size of a variance would put the small ones at 0 half of the time."""
+    rng, true, found = np.random.default_rng(0), np.array([0.5, 12.0, 0.4]), []
+    for _ in range(200):
+        runs = {}
+        for free in ((1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
+            effects = rng.normal(size=(5, 3)) * np.sqrt(true) * free
+            runs[tuple(None if yes else 0 for yes in free)] = numbers(*effects.T)
+        found.append(power.components(runs).variance)
+    found = np.array(found)
+    assert (found > 0).all()
+    # A sample variance of 4 degrees of freedom has a standard deviation of v / sqrt(2): of 200, 0.05 v; within 4 of these.
+    assert found.mean(axis=0) == pytest.approx(true, rel=0.2)
 
 
 def test_known_components_are_found_in_many_seeds():

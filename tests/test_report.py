@@ -314,6 +314,20 @@ def test_tables_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+def test_no_mark_where_seeds_that_not_all_have_decide_which_is_best():
+    """A: 0.80 in seeds 0 to 4. B: 0.83 there, 0.71 in seeds 5 to 9, which A lacks: B's mean is lower, and yet it is the better one."""
+    a = {str(s): 0.80 + 0.001 * s for s in range(5)}
+    b = {str(s): 0.83 + 0.001 * s for s in range(5)} | {str(s): 0.71 for s in range(5, 10)}
+    assert compare.marks_of_row({0: a, 1: b}) == (set(), {})
+    assert compare.marks_of_row({0: a, 1: {s: b[s] for s in a}}) == ({1}, {})
+
+
+def test_a_command_in_a_note_can_be_copied_and_names_are_not_cut():
+    command = f"python -m perfed {' '.join(f'key{i}=value' for i in range(20))}"
+    text = tables.plain(tables.grid(["a"], [["1"]], "word " * 20 + "(fedavg-mnist5k-table2-tau10-0123456789ab) " * 3, [f"run {command}"]))
+    assert f"run {command}\n" in text and text.count("(fedavg-mnist5k-table2-tau10-0123456789ab)") == 3
+
+
 def test_a_caption_says_again_only_what_is_new():
     first = tables.grid(["a"], [["1"]], "Accuracy; protocol clean; a seed redraws all. Untuned. Bold: the best; no marks below 5.")
     second = tables.grid(["a"], [["2"]], "Accuracy; protocol paper; a seed redraws all. Tuned. Bold: the best; no marks below 5.")

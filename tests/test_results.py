@@ -192,3 +192,15 @@ def test_load(tmp_path):
     (tmp_path / "config.yaml").write_text("a: [")
     with pytest.raises(UserError, match="config.yaml is damaged"):
         results.load(tmp_path)
+
+
+def test_warnings_are_said_without_progress_too(capsys):
+    import io
+
+    from perfed.progress import Progress
+
+    log = io.StringIO()
+    progress = Progress(3, "off", log)
+    progress.say("backend vmap")
+    progress.say("warning: state.pt is damaged")
+    assert capsys.readouterr().err == "warning: state.pt is damaged\n" and log.getvalue().count("\n") == 2

@@ -30,14 +30,26 @@ def test_a_count_of_trials_is_spread_evenly():
 def test_a_file_holds_one_space_for_all_or_one_for_each(tmp_path):
     path = tmp_path / "space.yaml"
     path.write_text("fixed: [tau=3]\ngrid: {beta: [0.1, 0.2]}\n")
-    assert tuning.read(path, ["a", "b"]) == {m: tuning.Space(m, ("tau=3",), {"beta": [0.1, 0.2]}) for m in "ab"}
-    path.write_text("b: {grid: {algo.lam: [1]}}\n")
-    assert tuning.read(path, ["a", "b"]) == {"b": tuning.Space("b", (), {"algo.lam": [1]})}
+    both = ["fedavg", "ditto"]
+    assert tuning.read(path, both) == {m: tuning.Space(m, ("tau=3",), {"beta": [0.1, 0.2]}) for m in both}
+    path.write_text("ditto: {grid: {algo.lam: [1]}}\n")
+    assert tuning.read(path, both) == {"ditto": tuning.Space("ditto", (), {"algo.lam": [1]})}
     bad = ("grid: 3", "grid: {beta: 3}", "grid: {beta: []}", "grid: {beta: [1, 1]}", "[1]", "grid: {a: [1]}\nb: 2", "a: [", "fixed: [x]")
+    bad += ("beta: [0.1, 0.2]", "fedavgg: {grid: {beta: [1]}}", "grid: {seed: [1, 2]}", "grid: {split.val: [0.1, 0.2]}")
+    bad += ("grid: {algo: [a, b]}", "fixed: [beta=0.5]\ngrid: {beta: [1, 2]}", "fixed: [protocol=paper]\ngrid: {beta: [1, 2]}", "grid: {rounds: [1, 2]}")
     for text in bad:
         path.write_text(text)
         with pytest.raises(UserError, match="space="):
-            tuning.read(path, ["fixed"])
+            tuning.read(path, ["fedavg"])
+
+
+@pytest.mark.parametrize(
+    "word", ["seed=1000,2000", "seeds=2,3", "split.val=0.1,0.2", "study.tuning_seeds=1,2", "protocol=paper,clean", "beta=0.1,1e-1"]
+)
+def test_a_grid_holds_different_values_of_what_may_be_chosen(word, tmp_path, capsys):
+    assert tune.main(["algo=fedavg", word, f"outputs={tmp_path / 'out'}"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"perfed: {word.partition('=')[0]}=") and err.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
 def test_the_best_trial_is_the_first_of_equals_and_never_one_that_diverged():

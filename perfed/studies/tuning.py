@@ -19,12 +19,15 @@ from typing import Any
 import numpy as np
 
 from perfed import results, tables
+from perfed.algorithms import ALGORITHMS
 from perfed.config import Config, conf_dir
-from perfed.errors import UserError, require
+from perfed.errors import UserError, nearest, require
 from perfed.studies.jobs import Context, Done, Job, run_all
 
 TRIALS = 6
 """Trials of every published space."""
+NOT_TUNED = ("seed", "seeds", "partition_seed", "init_seed", "sampling_seed", "algo", "dataset", "partition", "rounds", "eval_every")
+"""Keys that are no part of a grid, beside those of split, study, protocol and adapt."""
 TUNING_SEED = 1000
 """Tuning uses the seeds from ``seed + TUNING_SEED`` on: not those of the report."""
 
@@ -141,6 +144,10 @@ def read(path: Path, wanted: Sequence[str]) -> dict[str, Space]:
         raise UserError("space", path, f"cannot be read: {str(error).splitlines()[0]}") from None
     form = "a file with grid: {key: [values]} and, where wanted, fixed: [key=value], or such a block for each method by name"
     require(isinstance(content, dict) and bool(content), "space", path, form)
+    if "grid" not in content:
+        for name in content:
+            known = sorted(ALGORITHMS)
+            require(name in known, "space", path, f"{name}: no such algo{nearest(str(name), known)}; {form}")
     blocks = dict.fromkeys(wanted, content) if "grid" in content else {method: content[method] for method in wanted if method in content}
     found = {}
     for method, block in blocks.items():
@@ -152,8 +159,19 @@ def read(path: Path, wanted: Sequence[str]) -> dict[str, Space]:
             require(ok, "space", path, f"{key} needs a list of different values, such as [0.1, 0.2]")
         fixed = block.get("fixed") or []
         require(isinstance(fixed, list) and all("=" in str(word) for word in fixed), "space", path, "fixed is a list of words: [key=value]")
+        keys = [str(word).partition("=")[0] for word in fixed]
+        twice = next((key for key in keys if key in block["grid"]), None)
+        require(twice is None, "space", path, f"{twice} is in grid and in fixed")
+        for key in (*block["grid"], *keys):
+            require_tunable(str(key), "space", path)
         found[method] = Space(method, tuple(map(str, fixed)), {str(key): list(values) for key, values in block["grid"].items()})
     return found
+
+
+def require_tunable(key: str, where: str, value: Any) -> None:
+    """Raise UserError for a key that the choice itself rests on: trials with different ones could not be compared."""
+    fixed = key in NOT_TUNED or key.split(".")[0] in ("split", "study", "protocol", "adapt")
+    require(not fixed, where, value, f"keys of the method or the model; {key} says how the trials are judged, and is the same for all")
 
 
 def words(values: Mapping[str, Any]) -> tuple[str, ...]:
