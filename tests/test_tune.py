@@ -36,7 +36,8 @@ def test_a_file_holds_one_space_for_all_or_one_for_each(tmp_path):
     assert tuning.read(path, both) == {"ditto": tuning.Space("ditto", (), {"algo.lam": [1]})}
     bad = ("grid: 3", "grid: {beta: 3}", "grid: {beta: []}", "grid: {beta: [1, 1]}", "[1]", "grid: {a: [1]}\nb: 2", "a: [", "fixed: [x]")
     bad += ("beta: [0.1, 0.2]", "fedavgg: {grid: {beta: [1]}}", "grid: {seed: [1, 2]}", "grid: {split.val: [0.1, 0.2]}")
-    bad += ("grid: {algo: [a, b]}", "fixed: [beta=0.5]\ngrid: {beta: [1, 2]}", "fixed: [protocol=paper]\ngrid: {beta: [1, 2]}", "grid: {rounds: [1, 2]}")
+    bad += ("grid: {algo: [a, b]}",)
+    bad += ("fixed: [beta=0.5]\ngrid: {beta: [1, 2]}", "fixed: [protocol=paper]\ngrid: {beta: [1, 2]}", "grid: {rounds: [1, 2]}")
     for text in bad:
         path.write_text(text)
         with pytest.raises(UserError, match="space="):
