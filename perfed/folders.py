@@ -63,11 +63,16 @@ def chosen(runs: Sequence[Run], text: str) -> list[Run]:
     """The runs whose settings have all the values of ``KEY=VALUE,...``. Raises UserError for an unknown key, and where no run is left."""
     configs = [flat(run.config) for run in runs]
     wanted = [(keys.find(word, configs, "where"), value) for word, value in keys.where(text)]
-    left = [r for r, c in zip(runs, configs, strict=True) if all(k in c and keys.alike(c[k]) == keys.alike(v) for k, v in wanted)]
+    hits = [[k in c and keys.alike(c[k]) == keys.alike(v) for k, v in wanted] for c in configs]
+    left = [run for run, hit in zip(runs, hits, strict=True) if all(hit)]
     if not left:
-        key, _ = wanted[0]
-        there = dict.fromkeys(keys.typed(config[key]) for config in configs if key in config)
-        raise UserError("where", text, f"none of the {len(runs)} runs; {keys.shown(key)} is {', '.join(list(there)[:8])}")
+        alone = next((i for i in range(len(wanted)) if not any(hit[i] for hit in hits)), None)
+        if alone is None:
+            raise UserError("where", text, f"none of the {len(runs)} runs has all of these values, though each has some run")
+        key = wanted[alone][0]
+        there = list(dict.fromkeys(keys.typed(config[key]) for config in configs if key in config))
+        some = f"{', '.join(there[:8])}{', ...' if len(there) > 8 else ''}"
+        raise UserError("where", text, f"none of the {len(runs)} runs; {keys.shown(key)} is {some}")
     return left
 
 

@@ -196,7 +196,7 @@ def run_table(result: Mapping[str, Any]) -> Grid:
     if alone := result.get("sampled_users_alone"):
         count, which = sum(result["never_sampled"]) / seeds, judged(result["primary"]["model"], result["primary"]["steps"])
         notes.append(
-            f"{count:g} users a seed were never sampled; for them {result['cold_start']} is judged. "
+            f"{count:.3g} users a seed were never sampled; for them {result['cold_start']} is judged. "
             f"{which}, without them: {accuracy_text(alone['mean'], alone['half_width'])}."
         )
     if not all(cell["seen"] for cell in result["cells"]):

@@ -429,6 +429,7 @@ def test_a_csv_without_notes_says_them_beside(four, capsys):
         (["format=pdf"], "format=pdf: one of plain, markdown, latex, csv"),
         (["where=tau"], "where=tau: KEY=VALUE, or several with commas between them"),
         (["where=tau=7"], "where=tau=7: none of the 4 runs; tau is 10, 4"),
+        (["where=tau=4,n=7"], "where=tau=4,n=7: none of the 4 runs; n is 8"),
         (["where=tauu=7"], r"where=tauu: no such key in these runs \(did you mean 'tau'\?\)"),
         (["margin=x"], "margin=x: a number"),
         (["power=nan"], "power=nan: a number"),
