@@ -68,6 +68,13 @@ def spread(lines, users=50, seeds=5, value=None):
     return pd.concat(parts)
 
 
+def against(names, groups=2, users=40, value=None):
+    """Users of each method against themselves under local training, on 25 test images each."""
+    rng = np.random.default_rng(3)
+    at = rng.binomial(25, 0.9, (len(names), users, 2)) / 25 if value is None else np.full((len(names), users, 2), value)
+    return {n: [{"x": x, "y": y, "group": f"{k % groups}: group"} for k, (x, y) in enumerate(p)] for n, p in zip(names, at, strict=True)}
+
+
 def cell(model, steps, mean, half=0.03, seen=True):
     return {"model": model, "steps": steps, "mean": mean, "half_width": half, "seen": seen}
 
@@ -118,6 +125,10 @@ CASES = {
     "spread-diverged": lambda p: figures.distributions(
         pd.concat([spread(["good"]), spread(["bad"], value=np.nan), PARTLY]), p
     ),
+    "scatter": lambda p: figures.user_scatter(against(METHODS[:4]), p, "Users against themselves under local training; mnist5k"),
+    "scatter-27-long": lambda p: figures.user_scatter(against([m + LONG for m in METHODS], 9), p, LONG * 3),
+    "scatter-1": lambda p: figures.user_scatter(against(["fedavg"], 1, 1), p),
+    "scatter-100-%": lambda p: figures.user_scatter(against(METHODS[:2], value=1.0), p, "all right"),
     "map": lambda p: figures.heat_map([[34] * 5 + [0] * 5, [0] * 5 + [17] * 5], GROUPS, [*"0123456789"], p, "mnist5k"),
     "map-100-rows": lambda p: figures.heat_map(np.arange(1000).reshape(100, 10), [f"user {k}" for k in range(100)], [*"0123456789"], p),
     "map-300-rows": lambda p: figures.heat_map(np.ones((300, 10)), [f"user {k}" for k in range(300)], [*"0123456789"], p),
@@ -131,7 +142,7 @@ CASES = {
         [cell(m, j, 1.0, None, seen) for m in METHODS[:8] for seen in (True, False) for j in (0, 10)], p, LONG
     ),
 }  # fmt: skip
-FAST = {"lines-odd-names", "learning-1-seed", "users-unequal-groups", "spread-diverged", "map-long-names"}
+FAST = {"lines-odd-names", "scatter-1", "learning-1-seed", "users-unequal-groups", "spread-diverged", "map-long-names"}
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
