@@ -30,6 +30,7 @@ from perfed.config import Config, conf_dir, parse, version
 from perfed.errors import UserError
 from perfed.folders import require_writable
 from perfed.frontdoor import Cell, Command, Composer, FrontDoor, InJob, Refused, compose
+from perfed.results import from_here
 from perfed.sweep import Outcome, Sweep, at_once, guarded, launch
 
 __all__ = ["compose", "main"]
@@ -193,7 +194,7 @@ def _sweep(door: FrontDoor, command: Command, names: Sequence[str]) -> int:
         if cell.folder in by_folder:
             print(f"perfed: job {name}: the same run as job {by_folder[cell.folder].partition(':')[0]}", flush=True)
         elif by_folder.setdefault(cell.folder, name) and _finished(cell):
-            print(f"perfed: job {name}\nfinished before: {cell.folder}", flush=True)
+            print(f"perfed: job {name}\nfinished before: {from_here(cell.folder)}", flush=True)
     missing = [cell for cell in cells if not _finished(cell)]
     shared = Sweep.of(by_folder, cells[0].folder.parent, [cell.config.device for cell in missing])
     outcomes: dict[Path, Outcome] = {}
@@ -368,7 +369,7 @@ def _attempt(cfg: DictConfig, folder: Path, sweep: Sweep | None) -> Outcome:
         tracked = (results.load(result.folder).config.get("tracker") or {}).get("name", "none")
         if result.status == "finished before" and config.tracker.name != tracked:
             untracked = f" (nothing goes to {config.tracker.name}: the run is over; force=true runs it again)"
-        print(f"{prefix}{result.status}: {result.folder}{untracked}" + (f"\n\n{result.table}" if alone else ""), flush=True)
+        print(f"{prefix}{result.status}: {from_here(result.folder)}{untracked}" + (f"\n\n{result.table}" if alone else ""), flush=True)
         return Outcome(DONE)
     except results.Held as error:
         return Outcome(_complain(f"{label}: {error}" if together else str(error), HELD), "held by another process")
@@ -377,7 +378,7 @@ def _attempt(cfg: DictConfig, folder: Path, sweep: Sweep | None) -> Outcome:
         outcome = Outcome(FAILED, str(error))
     except (Exception, SystemExit) as error:  # SystemExit: a user's own code that ends the process
         said, who = f"{type(error).__name__}: {error}", f"{label}: " if together else ""
-        _complain(f"{who}{folder.name}: failed with {said}; the traceback is in {folder / 'status.json'}", FAILED)
+        _complain(f"{who}{folder.name}: failed with {said}; the traceback is in {from_here(folder) / 'status.json'}", FAILED)
         _keep(folder, traceback.format_exc())
         outcome = Outcome(FAILED, said)
     if sweep is not None and config is not None and config.fail_fast:

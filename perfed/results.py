@@ -263,6 +263,12 @@ def check_identity(folder: Path | str, identity: str) -> None:
     require(stored in (None, identity), "hydra.run.dir", folder, allowed)
 
 
+def from_here(folder: Path) -> Path:
+    """A folder as it is named on the terminal: from the working folder, where it lies in that."""
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
+
+
 def open_log(folder: Path | str) -> TextIO:
     """``log.txt``, opened to append; every line reaches the file at once."""
     return open(Path(folder) / "log.txt", "a", buffering=1, encoding="utf-8", newline="\n")

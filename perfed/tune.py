@@ -108,7 +108,7 @@ def _main(argv: Sequence[str]) -> int:
     found = tuning.tuned(context, base, wanted.spaces, wanted.lanes)
     folder = config.outputs_path / _name(context, base, wanted.spaces)
     texts = _write(folder, context, found)
-    print(f"\n{texts}\nreport: {folder / 'report.md'}", flush=True)
+    print(f"\n{texts}\nreport: {results.from_here(folder) / 'report.md'}", flush=True)
     bad = [name for name, method in found.items() if method.best is None or method.count("FAILED")]
     for name in bad:
         why = next((t.problem for t in found[name].trials if t.problem), "every trial diverged")

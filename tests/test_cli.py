@@ -256,7 +256,7 @@ def test_a_run_and_the_same_again(capsys, folder):
     first = capsys.readouterr().out
     (run,) = (folder / "outputs").iterdir()
     before = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in run.iterdir()}
-    assert results.read_status(run)["status"] == "DONE" and str(run) in first and "majority" in first
+    assert results.read_status(run)["status"] == "DONE" and f"outputs/{run.name}" in first and "majority" in first
     assert not any("hydra" in name or name.endswith("multirun.yaml") for name in before)
     assert main(TINY) == 0
     again = capsys.readouterr().out
@@ -416,3 +416,11 @@ def test_a_tracker_that_comes_too_late_is_told(folder, capsys):
     assert "nothing goes to tensorboard: the run is over; force=true runs it again" in capsys.readouterr().out
     assert main([*TINY, "progress=off", "pictures=false"]) == 0
     assert "nothing goes" not in capsys.readouterr().out
+
+
+def test_a_folder_is_named_from_where_one_stands(folder, capsys):
+    assert main([*TINY, "progress=off", "pictures=false"]) == 0
+    (run,) = (folder / "outputs").iterdir()
+    assert capsys.readouterr().out.startswith(f"DONE: outputs/{run.name}\n")
+    assert main([*TINY, "progress=off", "pictures=false", f"outputs={folder.parent / (folder.name + '-elsewhere')}"]) == 0
+    assert capsys.readouterr().out.startswith(f"DONE: {folder.parent}/")

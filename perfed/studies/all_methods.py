@@ -106,7 +106,7 @@ def _report(context: Context, spaces: list[Space], rounds: dict[str, int], found
     results.write_text(folder / "report.md", text)
     results.write_text(folder / "methods.csv", tables.to_csv(table))
     results.write_text(folder / "choices.csv", tables.to_csv(chosen))
-    print(f"\n{tables.plain(table)}\n{tables.plain(chosen)}\nreport: {folder / 'report.md'}", flush=True)
+    print(f"\n{tables.plain(table)}\n{tables.plain(chosen)}\nreport: {results.from_here(folder) / 'report.md'}", flush=True)
     for m in missing:
         print(f"perfed: {m}: no result ({_why(m, found, ended)})", flush=True)
     return 1 if missing else 0

@@ -138,7 +138,7 @@ def publish(folder: Path, title: str, sections: Sequence[Section], runs: Mapping
     results.write_text(folder / "report.md", _markdown(title, sections, folder))
     for line in missing:
         print(f"perfed: {line}")
-    print(f"report: {folder / 'report.md'}, report.html beside it", flush=True)
+    print(f"report: {results.from_here(folder) / 'report.md'}, report.html beside it", flush=True)
 
 
 def _markdown(title: str, sections: Sequence[Section], folder: Path) -> str:

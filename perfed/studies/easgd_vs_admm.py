@@ -45,7 +45,7 @@ def main(context: Context) -> int:
     frame = pd.DataFrame(rows)
     stability.write_report(folder, frame if rows else None)
     frame.to_csv(folder / "curves.csv", index=False)
-    print("\n".join(stability.verdict()).replace("**", "") + f"\nreport: {folder / 'report.md'}", flush=True)
+    print("\n".join(stability.verdict()).replace("**", "") + f"\nreport: {results.from_here(folder) / 'report.md'}", flush=True)
     return 0 if all(end.problem is None for end in done.values()) else 1
 
 
