@@ -78,7 +78,8 @@ def unsaid(table: Grid, last: Grid | None) -> Grid:
     new = [clause for clause in clauses if clause not in said or clause.startswith("protocol ")]
     if len(new) == len(clauses):
         return table
-    return replace(table, caption=f"{' '.join(new).rstrip(';.')}. Otherwise as above." if new else "As above.")
+    text = re.sub(r"; (?=[A-Z])", ". ", " ".join(new)).rstrip(";.")  # a clause that has lost the next one ends its sentence
+    return replace(table, caption=f"{text}. Otherwise as above." if new else "As above.")
 
 
 def markdown(table: Grid) -> str:

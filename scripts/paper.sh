@@ -16,9 +16,11 @@ $run experiment=fig1 row=digits_tau4
 $run experiment=aruba row=digits_tau4
 $run experiment=alpha_sweep row=digits_tau4
 
-# Table 1 and its verdicts: both MNIST rows with 5 seeds and both networks, one of them with a larger network; a row of CIFAR-10, 3 seeds
+# Table 1 and its verdicts: both MNIST rows with 5 seeds and both networks, one of them with a larger network
+# and with tuned steps; a row of CIFAR-10, 3 seeds
 $run experiment=table1 "study.rows=[mnist_tau10,mnist_tau4]" "study.networks=[mlp,langelaar]" study.tuned=false engine.compile=true
 $run experiment=table1 "study.rows=[mnist_tau4]" "study.networks=[mlp,mlp_large]" study.tuned=false engine.compile=true
+$run experiment=table1 "study.rows=[mnist_tau4]" "study.networks=[mlp]" engine.compile=true
 $run experiment=table1 "study.rows=[cifar10_tau4_alpha01]" "study.networks=[mlp]" study.tuned=false seeds=3 engine.compile=true "${cifar[@]}"
 
 # The same questions on the embedded digits, with tuned steps

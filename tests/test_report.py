@@ -332,7 +332,7 @@ def test_a_caption_says_again_only_what_is_new():
     first = tables.grid(["a"], [["1"]], "Accuracy; protocol clean; a seed redraws all. Untuned. Bold: the best; no marks below 5.")
     second = tables.grid(["a"], [["2"]], "Accuracy; protocol paper; a seed redraws all. Tuned. Bold: the best; no marks below 5.")
     assert tables.unsaid(first, None) == first
-    assert tables.unsaid(second, first).caption == "protocol paper; Tuned. Otherwise as above."
+    assert tables.unsaid(second, first).caption == "protocol paper. Tuned. Otherwise as above."
     again = tables.unsaid(first, first)  # whatever stands further above, the protocol is said
     assert again.caption == "protocol clean. Otherwise as above." and again.rows == first.rows
 

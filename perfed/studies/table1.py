@@ -250,7 +250,7 @@ def table_of(
     elif any(ROWS[row].recalled for row in rows):
         caption += f" The paper's values are {paper.RECALLED}; what its ± counts is not stated."
         if variant.protocol != "paper":
-            caption += " They are of the protocol paper."
+            caption += " The paper's values are of the protocol paper."
     return tables.grid(["row", *(HEADS[method] for method in METHODS), "majority", "alpha L"], lines, caption, notes)
 
 
