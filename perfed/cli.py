@@ -125,9 +125,8 @@ def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
     from perfed.isolation import settings_kept
 
     cells = command.cells
-    for cell in cells:
-        inside = cell.folder.is_relative_to(cell.config.outputs_path)
-        require_writable("outputs" if inside else "hydra.run.dir", cell.config.outputs_path if inside else cell.folder)
+    for key, place in dict.fromkeys(map(_place, cells)):
+        require_writable(key, place)
     sizes: dict[Path, prepare.Size] = {}
     done: set[Path] = set()
     for number, cell in enumerate(cells):
@@ -162,6 +161,12 @@ def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
         return _hydra([*command.argv, "--multirun"], args)
     finally:
         (cells[0].folder.parent / "multirun.yaml").unlink(missing_ok=True)  # of Hydra's sweeper
+
+
+def _place(cell: Cell) -> tuple[str, Path]:
+    """Where the job writes, and the key that says so."""
+    outputs = cell.config.outputs_path
+    return ("outputs", outputs) if cell.folder.is_relative_to(outputs) else ("hydra.run.dir", cell.folder)
 
 
 def _names(cells: Sequence[Cell]) -> list[str]:
@@ -352,6 +357,13 @@ def _job(cfg: DictConfig, sweep: Sweep | None = None, outcomes: dict[Path, Outco
     return outcome
 
 
+def _tracked(folder: Path) -> str:
+    """The tracker with which a finished run was made."""
+    from perfed.results import load
+
+    return (load(folder).config.get("tracker") or {}).get("name", "none")
+
+
 def _attempt(cfg: DictConfig, folder: Path, sweep: Sweep | None) -> Outcome:
     """Run the job and say how it ended. Of several jobs that run at once each line bears the job's name, and progress stays in the logs."""
     from perfed import results, train
@@ -366,8 +378,7 @@ def _attempt(cfg: DictConfig, folder: Path, sweep: Sweep | None) -> Outcome:
         config = parse(cfg)
         result = train.run(config, folder, quiet=together)
         untracked = ""
-        tracked = (results.load(result.folder).config.get("tracker") or {}).get("name", "none")
-        if result.status == "finished before" and config.tracker.name != tracked:
+        if result.status == "finished before" and config.tracker.name != _tracked(result.folder):
             untracked = f" (nothing goes to {config.tracker.name}: the run is over; force=true runs it again)"
         print(f"{prefix}{result.status}: {from_here(result.folder)}{untracked}" + (f"\n\n{result.table}" if alone else ""), flush=True)
         return Outcome(DONE)

@@ -140,7 +140,8 @@ def visible_gpus() -> tuple[str, ...]:
 
 def gpus_to_share(devices: Sequence[str]) -> tuple[str, ...]:
     """The GPUs of which jobs in processes of their own see one each: none where a job's key ``device`` is cpu or names a GPU."""
-    return () if set(devices) <= {"cpu"} or any(":" in device for device in devices) else visible_gpus()
+    made = Sweep.of({}, Path(), devices)
+    return made.gpus if made.one_each else ()
 
 
 @functools.cache

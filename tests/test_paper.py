@@ -63,8 +63,9 @@ def test_a_claim_is_the_conjunction_of_its_parts():
     assert paper.overall(parts("supported", "supported")) == "supported"
     # A method that diverged, or that failed, in a row that was run: "in every row" cannot be said.
     assert paper.overall(parts("supported", "diverged")) == paper.overall(parts("supported", "not run")) == "undecided"
-    assert paper.ours(parts("supported", "diverged")) == "undecided (1 of 2 comparisons without a result)"
-    assert paper.ours(parts("undecided", "supported")) == "undecided" and paper.overall(parts("contradicted", "diverged")) == "contradicted"
+    assert paper.verdict_text(parts("supported", "diverged")) == "undecided (1 of 2 comparisons without a result)"
+    assert paper.verdict_text(parts("undecided", "supported")) == "undecided"
+    assert paper.overall(parts("contradicted", "diverged")) == "contradicted"
     assert paper.overall(parts("supported", "undecided")) == "undecided"
     assert paper.overall(parts("undecided", "contradicted")) == "contradicted"
     assert paper.overall(parts("not run")) == paper.overall([]) == "not run"

@@ -117,7 +117,7 @@ def verdicts(runs: Mapping[str, Run], alphas: list[float]) -> tables.Grid:
         return tables.grid(["claim of the paper", "difference, points", "verdict"], [], "Fewer than two steps without a diverged seed.")
     small, large, near = both[0], both[-1], 100 * paper.ALIKE
     (low, high), (least, most) = ((mine[0], mine[-1]) for mine in (ended[HF], ended[FO]))
-    lost = [f"{_label(m, a)}" for m in (HF, FO) for a in alphas if runs.get(_label(m, a)) is not None and not seeds(m, a)]
+    lost = [_label(m, a) for m in (HF, FO) for a in alphas if runs.get(_label(m, a)) is not None and not seeds(m, a)]
     parts = [
         paper.compare(f"a larger alpha helps HF: {high:g} - {low:g}", seeds(HF, high), seeds(HF, low)),
         paper.compare(f"a larger alpha hurts FO: {least:g} - {most:g}", seeds(FO, least), seeds(FO, most)),

@@ -92,8 +92,8 @@ def seconds(run: Run) -> dict[int, float]:
 
 
 def curve(run: Run) -> dict[str, np.ndarray]:
-    """The primary cell by evaluated round: ``accuracy`` [K, S] of the seeds that did not diverge, and [K] each of ``round``, ``gradients``
-    (a Hessian-vector product counts twice), ``floats`` (both ways), ``seconds`` (NaN where unknown)."""
+    """The primary cell by evaluated round: ``accuracy`` [K, S] of the seeds that did not diverge, ``seed`` [S], and [K] each of
+    ``round``, ``gradients`` (a Hessian-vector product counts twice), ``floats`` (both ways), ``seconds`` (NaN where unknown)."""
     want, bad = run.result["primary"], [int(seed) for seed in run.result["diverged"]]
     frame = run.rounds
     mine = frame[(frame["model"] == want["model"]) & (frame["steps"] == want["steps"]) & frame["seen"] & ~frame["seed"].isin(bad)]
@@ -102,8 +102,10 @@ def curve(run: Run) -> dict[str, np.ndarray]:
     )
     rounds = np.array(sorted(set(mine["round"])))
     clock = seconds(run)
+    by_seed = mine.pivot(index="round", columns="seed", values="accuracy")
     return {
-        "accuracy": mine.pivot(index="round", columns="seed", values="accuracy").to_numpy(),
+        "accuracy": by_seed.to_numpy(),
+        "seed": by_seed.columns.to_numpy(),
         "round": rounds,
         "gradients": spent.groupby("round")["gradients"].mean().to_numpy(),
         "floats": spent.groupby("round")["floats"].mean().to_numpy(),
@@ -114,6 +116,12 @@ def curve(run: Run) -> dict[str, np.ndarray]:
 def at(found: Mapping[str, np.ndarray], axis: str, budget: float) -> np.ndarray:
     """Accuracy [S] where the axis reaches ``budget``, linear between two evaluations; NaN before the first, the last one after the last."""
     return np.array([np.interp(budget, found[axis], line, left=np.nan) for line in found["accuracy"].T])
+
+
+def seeds_at(found: Mapping[str, np.ndarray], axis: str, budget: float) -> dict[str, float] | None:
+    """:func:`at` by seed; None before the first evaluation."""
+    values = at(found, axis, budget)
+    return dict(zip(map(str, found["seed"]), map(float, values), strict=True)) if np.isfinite(values).all() else None
 
 
 def band(accuracy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ from perfed.htmlpage import Picture, Section
 from perfed.results import Run
 from perfed.studies import paper
 from perfed.studies.all_methods import cost_of_a_round
-from perfed.studies.compared import at, band, curve, data_words, folder_of, publish, train_all
+from perfed.studies.compared import band, curve, data_words, folder_of, publish, seeds_at, train_all
 from perfed.studies.jobs import Context
 from perfed.studies.paper import EXACT, FEDAVG, FO, HF, TITLES
 
@@ -108,8 +108,8 @@ def equal_budgets(curves: Mapping[str, Mapping[str, np.ndarray]], budgets: Mappi
     """Accuracy of each method where the cheapest run of an axis ends; "-" where it was not evaluated so early."""
     rows = []
     for axis, budget in budgets.items():
-        values = [at(found, axis, budget) for found in curves.values()]
-        cells = [tables.accuracy_text(*stats.interval(list(v))) if np.isfinite(v).all() else "-" for v in values]
+        values = [seeds_at(found, axis, budget) for found in curves.values()]
+        cells = ["-" if seeds is None else tables.accuracy_text(*stats.interval(list(seeds.values()))) for seeds in values]
         rows.append([f"{budget / SCALES[axis]:,.6g} {AXES[axis]}", *cells])
     caption = (
         f"{tables.sweep_caption(runs, marks='')} Of each method when it has spent so much, where the cheapest curve of an axis ends "
@@ -126,9 +126,7 @@ def verdicts(curves: Mapping[str, Mapping[str, np.ndarray]], budgets: Mapping[st
     for axis, budget in budgets.items():
         if high is None or low is None:
             continue
-        values = [at(found, axis, budget) for found in (high, low)]
-        a, b = ({str(s): v for s, v in enumerate(mine)} if np.isfinite(mine).all() else None for mine in values)
-        part = paper.compare("", a, b)
+        part = paper.compare("", *(seeds_at(found, axis, budget) for found in (high, low)))
         claim = "paper: HF is ahead after the same time" if axis == "seconds" else f"HF is ahead after the same {AXES[axis].split(',')[0]}"
         rows.append([claim, paper.difference_text(part.difference), part.verdict])
     caption = "By the 95 % interval of the paired difference HF - FedAvg over seeds; undecided below five seeds."

@@ -213,7 +213,7 @@ def overall(parts: Sequence[Part]) -> str:
     return "contradicted" if "contradicted" in found else "supported" if found == {"supported"} else "undecided"
 
 
-def ours(parts: Sequence[Part]) -> str:
+def verdict_text(parts: Sequence[Part]) -> str:
     """The verdict, and how many parts of it have no result where that is why it is undecided."""
     found, lost = overall(parts), [part for part in parts if part.verdict in ("diverged", "not run")]
     return f"{found} ({len(lost)} of {len(parts)} comparisons without a result)" if lost and found == "undecided" else found

@@ -25,7 +25,7 @@ from perfed.htmlpage import Section
 from perfed.identity import identity
 from perfed.results import Run
 from perfed.studies import paper
-from perfed.studies.compared import at, before, better_and_worse, curve, image_folder, publish
+from perfed.studies.compared import before, better_and_worse, curve, image_folder, publish, seeds_at
 from perfed.studies.jobs import Context, Done, Job, run_all
 from perfed.studies.paper import EQUAL, EXACT, FEDAVG, FO, HEADS, HF, LOCAL, ROWS, TITLES
 from perfed.studies.tuning import Space, Tuned, choices, read, tuned
@@ -43,8 +43,9 @@ AS_CONFIGURED, TUNED = "steps as configured", "tuned steps"
 HELD_OUT = "split.val=0.2"
 OF_A_ROW = ("alpha", "tau", "partition.diff_hetero")
 """What the claims compare: a row keeps its own."""
-AT_EQUAL_TIME = "HF is ahead of FedAvg after the time of FedAvg's training (longer: experiment=fig1)"
 NOT_OF_A_ROW = ("seed", "seeds", "eval_every", "data")
+"""What a command may set without being named."""
+AT_EQUAL_TIME = "HF is ahead of FedAvg after the time of FedAvg's training (longer: experiment=fig1)"
 
 
 @dataclass(frozen=True)
@@ -294,8 +295,8 @@ def equal_time(rows: Sequence[str], trained: Mapping[Key, Run], network: str) ->
             continue
         curves = [curve(run) for run in pair]
         end = min(found["seconds"][-1] for found in curves)
-        values = [dict(zip(run.result["seeds"], at(found, "seconds", end), strict=True)) for run, found in zip(pair, curves, strict=True)]
-        if not all(v == v for seeds in values for v in seeds.values()):
+        values = [seeds_at(found, "seconds", end) for found in curves]
+        if None in values:
             parts.append(paper.Part(f"{text} after {end:.3g} s, before the first evaluation", None, "not run"))
         else:
             parts.append(paper.compare(f"{text} after {end:.3g} s of training, a seed's share", *values))
@@ -326,7 +327,7 @@ def verdicts(
     for claim in paper.CLAIMS:
         parts = {made: list(claim.parts(values)) for made, values in found.items()}
         ends = {made: paper.overall(p) for made, p in parts.items()}
-        short.append([claim.text, paper.ours(next(iter(parts.values()))), paper.turned(ends)])
+        short.append([claim.text, paper.verdict_text(next(iter(parts.values()))), paper.turned(ends)])
         whole.append([claim.text, *ends.values()])
         for made, listed in parts.items():
             for part in listed:
@@ -336,9 +337,9 @@ def verdicts(
     for name, (base, other) in networks.items():
         parts = list(paper.keeps_the_order(base, other))
         text = f"a more complex network keeps the order ({name} against mlp)"
-        short.append([text, paper.ours(parts) if parts else "undecided (mlp separates no two methods)", "-"])
+        short.append([text, paper.verdict_text(parts) if parts else "undecided (mlp separates no two methods)", "-"])
         every += [["network", name, part.text, paper.difference_text(part.difference), part.verdict] for part in parts]
-    short += [[AT_EQUAL_TIME, paper.ours(timed), "-"], ["HF is ahead of FedAvg + ARUBA", aruba, "-"]]
+    short += [[AT_EQUAL_TIME, paper.verdict_text(timed), "-"], ["HF is ahead of FedAvg + ARUBA", aruba, "-"]]
     every += [["equal time", "as trained", part.text, paper.difference_text(part.difference), part.verdict] for part in timed]
     base = next(iter(found))
     note = (
