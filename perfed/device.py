@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import re
@@ -24,6 +25,7 @@ EAGER_FLOPS = 15e9
 """Floating-point operations a second of the eager vmapped step on one CPU core (measured on the paper's network); only
 decides whether compiling may pay."""
 COMPILE_FROM_SECONDS = 240
+HEAP_BYTES = 256 * 2**20
 CPU_CHUNK_BYTES = 2 * 2**30
 """Memory of the lanes that are computed together on a CPU; a constant, so that equal commands chunk alike."""
 
@@ -77,12 +79,22 @@ def compiler_found(device: torch.device) -> bool:
 def keep_freed_memory() -> None:
     """Let glibc reuse the temporaries of a step instead of returning each to the system and faulting it in again.
 
-    Blocks up to 32 MiB come from the heap, and up to 256 MiB of freed heap are kept. Elsewhere than on glibc: nothing.
+    Blocks up to 32 MiB come from the heap, of which up to 256 MiB stay when freed and lie on large pages where the system
+    grants them: a step runs through more small ones than a core remembers the places of. Elsewhere than on glibc: nothing.
     """
-    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of <malloc.h>
-    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "gnu_get_libc_version"):
-        libc.mallopt(mmap_threshold, 32 * 2**20)
-        libc.mallopt(trim_threshold, 256 * 2**20)
+    if not (sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "gnu_get_libc_version")):
+        return
+    mmap_threshold, top_pad, trim_threshold, advice_huge_page = -3, -2, -1, 14  # <malloc.h>, <sys/mman.h>
+    libc.mallopt(mmap_threshold, 32 * 2**20)
+    libc.mallopt(trim_threshold, HEAP_BYTES)
+    libc.mallopt(top_pad, HEAP_BYTES)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.free(ctypes.c_void_p(libc.malloc(ctypes.c_size_t(31 * 2**20))))  # more than is left: the heap grows by so much, untouched
+    with contextlib.suppress(OSError), open("/proc/self/maps") as file:
+        for line in file:
+            if line.rstrip().endswith("[heap]"):
+                start, end = (int(x, 16) for x in line.split()[0].split("-"))
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice_huge_page)
 
 
 @cache
@@ -94,6 +106,13 @@ def compiler_works(device_type: str) -> str | None:
     except Exception as error:  # torch wraps the compiler's own errors in many kinds
         return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
     return None
+
+
+def compile_step(step: Callable[..., T], device: torch.device) -> Callable[..., T]:
+    """``step`` as torch compiles it when it is first called."""
+    from perfed.fusion import options  # loads the compiler, which takes a second
+
+    return torch.compile(step, dynamic=False, options=options() if device.type == "cpu" else None)
 
 
 def mended(call: Callable[[], T]) -> T:

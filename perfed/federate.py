@@ -29,9 +29,12 @@ from perfed.algorithms.base import Algorithm, Down, Population, Task
 from perfed.binding import Method, Varies, bind
 from perfed.data.partition import Owned, Partition
 from perfed.data.sampling import Draw, cohort, draw, key, permuted, uniforms
-from perfed.device import keep_freed_memory, mended
+from perfed.device import compile_step, keep_freed_memory, mended
 from perfed.types import Batch, Info, Params, State, Tree
 
+AHEAD = 2**17
+"""Positions that are drawn at once, of as many rounds as it takes: where rounds are small, numpy's calls cost more than their work."""
+AHEAD_ROUNDS = 16
 DIVERGED_NORM = 1e6  # a lane is diverged when ||w|| exceeds this many times max(||w_0||, 1)
 
 
@@ -96,6 +99,16 @@ class Lanes(NamedTuple):
     user: np.ndarray
 
 
+class Plan(NamedTuple):
+    """What a round draws. ``index`` and ``weight``: by role, [L, B] for each step; None: not drawn yet."""
+
+    lanes: Lanes
+    chosen: np.ndarray  # [S, R], which lanes report
+    info: dict[str, Tensor]  # [L, ...]
+    index: dict[str, tuple[Tensor, ...]] | None = None
+    weight: dict[str, tuple[Tensor, ...]] | None = None
+
+
 def positions(
     owned: list[Owned], lanes: Lanes, keys: np.ndarray, what: Draw, width: int | None = None, orders: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -109,13 +122,16 @@ def positions(
     rows, steps = keys.shape
     index = np.empty((rows, steps, width), dtype=np.int64)
     weight = np.ones((rows, steps, width), dtype=np.float32)
-    for size in np.unique(m):
-        lane = np.nonzero(m == size)[0]
-        low, high = what.bounds(int(size))
-        local = low + draw(keys[lane].ravel(), high - low, what).reshape(len(lane), steps, -1)
+    many = m >= what.plenty()
+    for group in ([many] if many.any() else []) + [m == size for size in np.unique(m[~many])]:
+        lane = np.nonzero(group)[0]
+        size = int(m[lane[0]])
+        low, high = what.bounds(size)
+        local = low + draw(keys[lane].ravel(), np.repeat(m[lane], steps) if many[lane[0]] else high - low, what)
+        local = local.reshape(len(lane), steps, -1)
         got = local.shape[2]
         if what.part is not None:
-            order = permuted(orders[lane], int(size), int(size))
+            order = permuted(orders[lane], size, size)
             local = np.take_along_axis(order, local.reshape(len(lane), -1), axis=1).reshape(local.shape)
         index[lane, :, :got] = local + start[lane, None, None]
         index[lane, :, got:] = start[lane, None, None]
@@ -182,8 +198,9 @@ class Federation:
             keep_freed_memory()
         if self.compiled:
             torch.compiler.reset()  # jobs of a sweep share the code of the step, and torch bounds the versions it keeps of it
-        self._advance = torch.compile(self._step_in_place, dynamic=False) if self.compiled else self._step
+        self._advance = compile_step(self._step_in_place, self.device) if self.compiled else self._step
         self._price: dict[str, Counter] | None = None
+        self._plans: dict[int, Plan] = {}  # of this round and some to come
         self._overwritten: tuple | None = None  # (seed, user, rows) of the users' state before this round wrote to it
 
     def _whole(self) -> tuple[list[Owned], Tensor, Tensor]:
@@ -245,21 +262,22 @@ class Federation:
             return self.algo.method(name)(*trees)
         return self.map(lambda m, *args: m.algo.method(name)(*args), size, own, *trees)
 
-    def info(self, lanes: Lanes, k: int) -> dict[str, Tensor]:
-        """The tensors of Info for each lane, [L, ...]."""
+    def info(self, lanes: Lanes, k: int | np.ndarray) -> dict[str, Tensor]:
+        """The tensors of Info for each lane, [L, ...]. k: the round, or one for each lane."""
         _, sizes, counts = self._trained_on
-        seeds = np.array([d.sampling for d in self.data])
-        common = uniforms(np.stack([key(seeds, name, k) for name in ("tk", "coin")]), 1)[..., 0][:, lanes.seed]
-        user = torch.from_numpy(lanes.user)
+        seeds = np.array([d.sampling for d in self.data])[lanes.seed]
+        keys = [key(seeds, "tk", k), key(seeds, "coin", k), key(seeds, "chance", lanes.user, k)]
+        t_k, coin, chance = uniforms(np.stack(keys), 1)[..., 0]
+        seed, user = torch.from_numpy(lanes.seed), torch.from_numpy(lanes.user)
         fields = {
             "user": user,
-            "round": torch.full_like(user, k),
+            "round": torch.from_numpy(np.broadcast_to(k, seeds.shape).astype(np.int64)),
             "step": torch.zeros_like(user),
-            "m": sizes[lanes.seed, lanes.user],
-            "counts": counts[lanes.seed, lanes.user],
-            "t_k": torch.from_numpy((common[0] * self.algo.tau).astype(np.int64)),
-            "coin": torch.from_numpy(common[1]),
-            "chance": torch.from_numpy(uniforms(key(seeds[lanes.seed], "chance", lanes.user, k), 1)[..., 0]),
+            "m": sizes[seed, user],
+            "counts": counts[seed, user],
+            "t_k": torch.from_numpy((t_k * self.algo.tau).astype(np.int64)),
+            "coin": torch.from_numpy(coin),
+            "chance": torch.from_numpy(chance),
         }
         return {name: value.to(self.device) for name, value in fields.items()}
 
@@ -310,15 +328,15 @@ class Federation:
         """[S, A] ids of the active users of round k."""
         return np.stack([d.members[cohort(d.sampling, k, self.n, self.active)] for d in self.data])
 
-    def batches(self, lanes: Lanes, k: int, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Pool positions and weights of ``steps`` steps: {role: [L, T, B]}."""
+    def batches(self, lanes: Lanes, k: int | np.ndarray, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Pool positions and weights of ``steps`` steps: {role: [L, T, B]}. k: the round, or one for each lane."""
         owned, _, _ = self._trained_on
         seeds = np.array([d.sampling for d in self.data])[lanes.seed]
         orders = key(seeds, "part", lanes.user)
         at = np.array([self.algo.stream_step(t) for t in range(steps)])
         index, weight = {}, {}
         for role, what in self.algo.draws(self.active).items():
-            keys = key(seeds[:, None], what.stream, lanes.user[:, None], k, at[None])
+            keys = key(seeds[:, None], what.stream, lanes.user[:, None], np.reshape(k, (-1, 1)), at[None])
             low, high = what.bounds(self.largest)
             i, w = positions(owned, lanes, keys, what, min(what.size, high - low - what.start), orders)
             index[role] = torch.from_numpy(i).to(self.device)
@@ -346,21 +364,58 @@ class Federation:
             return every, np.arange(members.size).reshape(members.shape)
         return every, np.stack([np.searchsorted(m, a) for m, a in zip(members, active, strict=True)]) + seeds[:, None] * self.n
 
+    def _plan(self, k: int) -> Plan:
+        """What round k draws. Draws depend on nothing but their keys, so small rounds are drawn for some at a time."""
+        if k not in self._plans:
+            now = self.lanes(k)
+            size = len(now[0].user)
+            width = sum(what.size for what in self.algo.draws(self.active).values())
+            whole = self._pieces(size) == 1  # else each piece draws for itself, to hold no more at once
+            fit = AHEAD // max(1, size * width * self.algo.local_steps_at_most())
+            ks = range(k, k + (min(max(1, fit), AHEAD_ROUNDS) if whole else 1))
+            drawn = [now, *(self.lanes(j) for j in ks[1:])]
+            every = Lanes(*(np.concatenate(part) for part in zip(*(lanes for lanes, _ in drawn), strict=True)))
+            rounds = np.repeat(np.array(ks), size)
+            info = self.info(every, rounds)
+            index, weight = self._by_step(every, rounds, info, len(ks)) if whole else (None, None)
+            self._plans = {}
+            for i, (lanes, chosen) in enumerate(drawn):
+                here = tree.at(info, slice(i * size, (i + 1) * size))
+                batches = [part and {role: steps[i] for role, steps in part.items()} for part in (index, weight)]
+                self._plans[ks[i]] = Plan(lanes, chosen, here, *batches)
+        return self._plans[k]
+
+    def _by_step(self, lanes: Lanes, k: int | np.ndarray, info: dict[str, Tensor], rounds: int = 1) -> list[dict[str, list]]:
+        """Index and weight of the batches of ``rounds`` rounds: by role, for each round, for each step, [L, B].
+
+        In this order in memory: strides that do not depend on the number of steps, for which a compiled step would be made anew.
+        """
+        steps = self.algo.local_steps(self._info(info))
+        horizon = int(steps.max()) if torch.is_tensor(steps) else steps
+
+        def sorted_by_step(part: Tensor) -> list[tuple[Tensor, ...]]:
+            return [one.unbind(0) for one in part.unflatten(0, (rounds, -1)).transpose(1, 2).contiguous().unbind(0)]
+
+        return [tree.map(sorted_by_step, parts) for parts in self.batches(lanes, k, horizon)] if horizon else [{}, {}]
+
+    def _pieces(self, lanes: int) -> int:
+        return math.ceil(lanes / (self.chunk or lanes))
+
     def round(self) -> None:
         """Advance by one round. Lanes of a diverged seed go on by themselves; nothing of theirs reaches another seed."""
         k = self.k
-        lanes, chosen = self.lanes(k)
+        plan = self._plan(k)
+        lanes, chosen, info = plan[:3]
         count = len(lanes.user)
-        info = self.info(lanes, k)
         down = self._down(lanes, info)
-        pieces = math.ceil(count / (self.chunk or count))
-        if pieces == 1:
-            uploads, users, steps = self._users(down, lanes, info, k)
+        if (pieces := self._pieces(count)) == 1:
+            uploads, users, steps = self._users(down, plan, k)
         else:
             parts = []
             for part in np.array_split(np.arange(count), pieces):
                 at = torch.from_numpy(part).to(self.device)
-                parts.append(self._users(tree.at(down, at), Lanes(lanes.seed[part], lanes.user[part]), tree.at(info, at), k))
+                some = Plan(Lanes(lanes.seed[part], lanes.user[part]), chosen, tree.at(info, at))
+                parts.append(self._users(tree.at(down, at), some, k))
             uploads, users, steps = tree.map(lambda *ts: torch.cat(ts), *parts)
 
         rows = torch.from_numpy(chosen).to(self.device)
@@ -395,8 +450,9 @@ class Federation:
         each = self.map(lambda m, server, cohort: m.algo.unicast(server, self._info(cohort)), seeds, self._own, self.state.server, each)
         return Down(down, tree.map(lambda t: t.flatten(0, 1), each)) if tree.leaves(each) else down
 
-    def _users(self, down: Tree, lanes: Lanes, info: dict[str, Tensor], k: int) -> tuple[Tree, Tree, Tensor]:
+    def _users(self, down: Tree, plan: Plan, k: int) -> tuple[Tree, Tree, Tensor]:
         """receive, step, send for some lanes: (uploads, users, steps taken)."""
+        lanes, _, info, index, weight = plan
         size, seed, user = len(lanes.user), torch.from_numpy(lanes.seed), torch.from_numpy(lanes.user)
         kept, own = self.users_at(seed, user), self.own(lanes.seed)
         local = self._receive(down, kept, info, lanes, own)
@@ -405,10 +461,9 @@ class Federation:
         steps = self.algo.local_steps(self._info(info))
         alike = not torch.is_tensor(steps)
         horizon = steps if alike else int(steps.max())
-        index, weight = self.batches(lanes, k, horizon) if horizon else ({}, {})
-        at = torch.arange(horizon, device=self.device)[:, None].repeat(1, size).unbind(0)
-        # Step by step in memory: strides that do not depend on the number of steps, for which a compiled step would be made anew.
-        index, weight = ({r: part.transpose(0, 1).contiguous().unbind(0) for r, part in parts.items()} for parts in (index, weight))
+        if index is None:
+            index, weight = ({role: part[0] for role, part in parts.items()} for parts in self._by_step(lanes, k, info))
+        at = torch.from_numpy(np.repeat(np.arange(horizon), size).reshape(horizon, size)).to(self.device).unbind(0)
         for t in range(horizon):
             here = {**info, "step": at[t]}
             live = None if alike else t < steps
@@ -454,7 +509,7 @@ class Federation:
         """Mark the seeds of which a number is not finite, or a model has run away."""
 
         def size(leaves: list[Tensor]) -> Tensor:
-            return torch.stack([t.reshape(len(t), -1).square().sum(1) for t in leaves]).sum(0).sqrt()
+            return torch.stack([torch.linalg.vector_norm(t.reshape(len(t), -1), dim=1) for t in leaves]).norm(dim=0)
 
         def numbers(part: Tree) -> list[Tensor]:
             return [leaf for leaf in tree.leaves(part) if leaf.is_floating_point()]
@@ -535,18 +590,25 @@ class Federation:
                 once = price["receive"][name] + price["send"][name]
                 spent = once * users + price["step"][name] * taken
                 setattr(cost, name, getattr(cost, name) + spent * (self.active if as_one else 1))
-            one = int(chosen[s, 0])
-            facts = self._info(tree.at(info, one))
-            reply = tree.map(lambda t, s=s: t[s, 0], replies)
             # Everyone who trains gets ``down``; those who report get a reply.
-            cost.floats_down += int(self.algo.floats_down(tree.at(down, one), (), facts)) * users
-            cost.floats_down += int(self.algo.floats_down((), reply, facts)) * chosen.shape[1]
-            cost.floats_up += int(self.algo.floats_up(tree.at(uploads, one), facts)) * chosen.shape[1]
+            sent = self._floats(down, uploads, replies, info, s, int(chosen[s, 0]))
+            cost.floats_down += sent[0] * users + sent[1] * chosen.shape[1]
+            cost.floats_up += sent[2] * chosen.shape[1]
             cost.steps += taken
             cost.user_rounds += self.active if as_one else users
             cost.full_passes += users if self.algo.full_data else 0
             trained = self.data[s].members if as_one else lanes.user[mine][steps[mine] > 0]
             self.times_sampled[s, trained] += 1
+
+    def _floats(self, down: Tree, uploads: Tree, replies: Tree, info: dict[str, Tensor], seed: int, lane: int) -> tuple[int, int, int]:
+        """Numbers in what one user of a seed got at first, got as a reply, and sent."""
+        algo = self.algo
+        if algo.is_default("floats_down") and algo.is_default("floats_up"):  # the sizes say it
+            rows = len(info["user"])
+            return tree.numel(down) // rows, sum(t[seed, 0].numel() for t in tree.leaves(replies)), tree.numel(uploads) // rows
+        facts, reply = self._info(tree.at(info, lane)), tree.map(lambda t: t[seed, 0], replies)
+        first, second = algo.floats_down(tree.at(down, lane), (), facts), algo.floats_down((), reply, facts)
+        return int(first), int(second), int(algo.floats_up(tree.at(uploads, lane), facts))
 
     # --- measurements that change nothing
 

@@ -68,9 +68,13 @@ def norm(x: Tree) -> Tensor:
 def mean(x: Tree, weight: Tensor) -> Tree:
     """sum_a weight_a x_a / sum_a weight_a over the leading axis; weight [A], of any dtype."""
 
+    shares: dict[torch.dtype, Tensor] = {}
+
     def one(xi: Tensor) -> Tensor:
-        share = weight.to(xi.dtype)
-        return ((share / share.sum()) @ xi.reshape(len(xi), -1)).reshape(xi.shape[1:])
+        if xi.dtype not in shares:
+            share = weight.to(xi.dtype)
+            shares[xi.dtype] = share / share.sum()
+        return (shares[xi.dtype] @ xi.reshape(len(xi), -1)).reshape(xi.shape[1:])
 
     return map(one, x)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from small import advance, algorithm, clone, close, cloud, federation, ranges, same, split, structure
 
-from perfed import tree
+from perfed import federate, tree
 from perfed.algorithms import ALGORITHMS
 from perfed.algorithms.base import Algorithm
 from perfed.device import compiler_found
@@ -125,6 +125,17 @@ def test_vmap_chunked_and_loop_agree(case):
         close(judged(vmap), wanted)
         assert vmap.costs == loop.costs
         assert (vmap.times_sampled == loop.times_sampled).all()
+
+
+@few
+def test_drawing_for_rounds_to_come_changes_nothing(case, monkeypatch):
+    fed = trained(case)
+    assert set(fed._plans) > {ROUNDS - 1, ROUNDS}
+    monkeypatch.setattr(federate, "AHEAD", 1)
+    alone = advance(build(case), ROUNDS)
+    assert set(alone._plans) == {ROUNDS - 1}
+    assert same(judged(alone), judged(fed))
+    assert alone.costs == fed.costs
 
 
 @pytest.mark.parametrize("local, server", [("adam", "average"), ("sgd", "momentum"), ("sgd", "adam")])

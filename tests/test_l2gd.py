@@ -18,13 +18,19 @@ every_backend = pytest.mark.parametrize("backend", ["vmap", "loop"])
 
 
 def line(b, backend="vmap", active=None, coins=None, **fields):
-    """f_i = w^2/2 - b_i w from 0: a step of 1/2 goes half way to b_i. ``coins``: those of the rounds, in place of the drawn ones."""
+    """f_i = w^2/2 - b_i w from 0: a step of 1/2 goes half way to b_i. ``coins``: those of the rounds, in place of the drawn ones; the
+    last one stays."""
     fields = {"beta": 0.5, "tau": 2, "pull": 0.25, **fields}
     xs = [quadratic(np.eye(1), [c]) for c in b]
     fed = federation(algorithm("l2gd", **fields), Quadratic(), xs, [0.0], active=active, backend=backend)
     if coins is not None:
         drawn = fed.info
-        fed.info = lambda lanes, k: {**drawn(lanes, k), "coin": torch.full((len(lanes.user),), coins[k], dtype=torch.float64)}
+
+        def info(lanes, k):
+            fields = drawn(lanes, k)
+            return {**fields, "coin": torch.tensor(coins, dtype=torch.float64)[fields["round"].clamp(max=len(coins) - 1)]}
+
+        fed.info = info
     return fed
 
 

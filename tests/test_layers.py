@@ -31,6 +31,7 @@ ORDER = [
     ["optimizers"],
     ["algorithms.base"],
     ["algorithms"],
+    ["fusion"],
     ["device"],
     ["binding"],
     ["federate"],

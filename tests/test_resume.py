@@ -278,6 +278,7 @@ def test_signals_cost_nothing(unbroken, monkeypatch, tmp_path, target, name, k, 
 def test_a_compiler_that_a_signal_kills_does_not_make_the_run_eager(monkeypatch, tmp_path):
     """Ctrl-C reaches the compiler's processes; a step that fails to compile then says nothing about this machine."""
     monkeypatch.setattr(train, "compiler_works", lambda device: None)
+    monkeypatch.setattr("perfed.fusion.options", lambda: None)
 
     def broken(step, **_):
         def compiled(*arguments):

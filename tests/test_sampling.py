@@ -14,9 +14,10 @@ import pytest
 from small import algorithm, cloud, federation, ranges, split
 
 from perfed.algorithms import ALGORITHMS
-from perfed.data.sampling import _SORT_BELOW as SWITCH
+from perfed.data.partition import Owned
+from perfed.data.sampling import LONG as SWITCH
 from perfed.data.sampling import Draw, cohort, cohort_size, draw, generator, key, permuted, uniforms
-from perfed.federate import Lanes
+from perfed.federate import Lanes, positions
 
 
 def keys(count: int, *parts) -> np.ndarray:
@@ -75,6 +76,21 @@ def test_a_shorter_draw_is_the_beginning_of_a_longer_one(m):
     assert (permuted(keys(50)[::-1], m, 40) == whole[::-1, :40]).all()
 
 
+@pytest.mark.parametrize("size", [1, 40, SWITCH])
+def test_users_of_different_sizes_draw_in_one_call_as_they_do_alone(size):
+    m = np.array([SWITCH, SWITCH + 1, 3000, 150, SWITCH, 10**6] * 5)
+    together = permuted(keys(30), m, size)
+    for i in range(30):
+        assert (together[i] == permuted(keys(30)[i : i + 1], int(m[i]), size)[0]).all()
+
+
+def test_who_has_enough_to_be_drawn_for_with_others():
+    assert Draw(40, "outer").plenty() == Draw(SWITCH - 1, "outer").plenty() == SWITCH
+    assert Draw(SWITCH, "outer").plenty() == SWITCH + 1  # with as many as the batch, all of them come, in order
+    assert Draw(40, "outer", 80).plenty() == 121
+    assert Draw(40, "outer", part=(0, 0.5)).plenty() > 10**9  # cut by each user's size
+
+
 def test_a_draw_larger_than_the_data_is_all_the_data():
     assert permuted(keys(3), 7, 40).shape == (3, 7)
     assert (draw(keys(3), 7, Draw(40, "outer")) == np.arange(7)).all()
@@ -90,6 +106,20 @@ def test_draws_from_one_stream_are_disjoint(m):
     assert (np.diff(np.sort(joined, axis=1)) > 0).all()
     assert (joined == permuted(keys(40), m, 30)).all()
     assert (parts[0] == draw(keys(40), m, Draw(10, "outer"))).all()
+
+
+def test_positions_of_users_with_few_some_and_many_examples():
+    """Batches of 120 from 7, 100, 121 and 400 examples: each as alone, the first two padded."""
+    sizes = [7, 100, 121, 400]
+    data, lanes = [ranges(sizes)], Lanes(np.zeros(4, np.int64), np.arange(4))
+    owned = [Owned(np.concatenate(data[0]), np.cumsum([0, *sizes]))]
+    what, steps = Draw(120, "outer"), key("t", np.arange(4)[:, None], np.arange(3))
+    index, weight = positions(owned, lanes, steps, what)
+    assert index.shape == weight.shape == (4, 3, 120)
+    for i, m in enumerate(sizes):
+        alone = draw(steps[i], m, what) + owned[0].offsets[i]
+        assert (index[i, :, : alone.shape[1]] == alone).all() and np.isin(index[i], data[0][i]).all()
+        assert (weight[i].sum(1) == min(m, 120)).all()
 
 
 # ---------------------------------------------------------------- keys

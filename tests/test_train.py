@@ -628,6 +628,7 @@ def test_a_step_that_does_not_compile_runs_eagerly(config, plain, monkeypatch, t
         return compiled
 
     monkeypatch.setattr("perfed.train.compiler_works", lambda device: None)
+    monkeypatch.setattr("perfed.fusion.options", lambda: None)
     monkeypatch.setattr(torch, "compile", broken)
     eager = train.run(config(), tmp_path / "eager")
     done = train.run(config("engine.compile=true"), tmp_path / "compiled")

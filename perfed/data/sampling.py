@@ -7,6 +7,7 @@ counter hash (the splitmix64 finaliser), evaluated for whole arrays at a time on
 
 from __future__ import annotations
 
+import math
 import zlib
 from decimal import Decimal
 from typing import NamedTuple
@@ -16,7 +17,8 @@ import numpy as np
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _M2 = np.uint64(0x94D049BB133111EB)
-_SORT_BELOW = 97  # below this many examples a permutation by sorted keys is cheaper than rejecting repeats
+LONG = 97
+"""From so many examples on, rejecting repeats is cheaper than a permutation by sorted keys."""
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
@@ -49,25 +51,30 @@ def generator(*parts: int | str) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int(key(*parts))))
 
 
-def permuted(keys: np.ndarray, m: int, size: int) -> np.ndarray:
+def permuted(keys: np.ndarray, m: int | np.ndarray, size: int) -> np.ndarray:
     """Ordered uniform samples without replacement from {0, .., m-1}.
 
-    keys [R] -> [R, min(size, m)] int64. A shorter draw of a key is the beginning of a longer one.
+    keys [R] -> [R, min(size, m)] int64. A shorter draw of a key is the beginning of a longer one. ``m`` [R], one for each
+    key, gives the same: each must be at least ``size`` and ``LONG``.
     """
-    size = min(size, m)
-    if m < _SORT_BELOW:
-        return np.argsort(uniforms(keys, m), axis=1, kind="stable")[:, :size]
+    if not isinstance(m, np.ndarray):
+        size = min(size, m)
+        if m < LONG:
+            return np.argsort(uniforms(keys, m), axis=1, kind="stable")[:, :size]
+        m = np.full(len(keys), m)
     # The first `size` distinct values of an i.i.d. stream are a uniform ordered sample without replacement.
-    width = size + 8 + size * size // m
+    width = size + 8 + size * size // int(m.min())
     while True:
-        stream = (uniforms(keys, width) * m).astype(np.int64)
-        order = np.argsort(stream, axis=1, kind="stable")  # equal values stay in order of drawing
-        ranked = np.take_along_axis(stream, order, axis=1)
-        again = np.zeros(stream.shape, dtype=bool)
-        np.put_along_axis(again, order[:, 1:], ranked[:, 1:] == ranked[:, :-1], axis=1)
-        if width - again.sum(axis=1).max() >= size:
-            first = np.argsort(again, axis=1, kind="stable")[:, :size]
-            return np.take_along_axis(stream, first, axis=1)
+        stream = (uniforms(keys, width) * m[:, None]).astype(np.int64)
+        # Sorted by value and, where values are equal, by position: one number holds both, which sorts faster than by index.
+        shift = width.bit_length()
+        code = np.sort((stream << shift) | np.arange(width), axis=1)
+        row, at = np.nonzero(code[:, 1:] >> shift == code[:, :-1] >> shift)
+        new = np.ones(stream.shape, dtype=bool)
+        new[row, code[row, at + 1] & ((1 << shift) - 1)] = False
+        order = new.cumsum(axis=1)
+        if order[:, -1].min() >= size:
+            return stream[new & (order <= size)].reshape(-1, size)
         width *= 2
 
 
@@ -84,6 +91,10 @@ class Draw(NamedTuple):
     start: int = 0
     part: tuple[float, float] | None = None
 
+    def plenty(self) -> float:
+        """So many examples are enough for users of different sizes to be drawn for in one call."""
+        return max(LONG, self.start + self.size + 1) if self.part is None else math.inf
+
     def bounds(self, m: int) -> tuple[int, int]:
         """Positions from .. to (in the order of the run) of ``part`` for a user with m examples."""
         if self.part is None or m == 1:
@@ -92,9 +103,12 @@ class Draw(NamedTuple):
         return low, high
 
 
-def draw(keys: np.ndarray, m: int, what: Draw) -> np.ndarray:
-    """keys [R] -> [R, min(size, m)] positions in a user's data. A batch of all the data is in order, unshuffled."""
-    if what.start == 0 and what.size >= m:
+def draw(keys: np.ndarray, m: int | np.ndarray, what: Draw) -> np.ndarray:
+    """keys [R] -> [R, min(size, m)] positions in a user's data. A batch of all the data is in order, unshuffled.
+
+    ``m`` [R], one for each key: each must be at least :meth:`Draw.plenty`.
+    """
+    if not isinstance(m, np.ndarray) and what.start == 0 and what.size >= m:
         return np.broadcast_to(np.arange(m), (len(keys), m))
     return permuted(keys, m, what.start + what.size)[:, what.start :]
 

@@ -1,0 +1,112 @@
+"""A gradient that is added onto the weights by the product itself: the same numbers, and only where nobody else reads them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small import algorithm, close, cloud, federation, ranges, split
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from perfed import fusion
+from perfed.device import compiler_found
+from perfed.fusion import UpdateInProduct
+from perfed.models import MODELS
+
+
+def tensors() -> tuple[torch.Tensor, ...]:
+    """w [2, 3, 3] and factors of such shape; small integers, so that every sum is exact."""
+    return tuple(torch.arange(18.0).reshape(2, 3, 3) - i for i in (0, 3, 7))
+
+
+def passed(step, least: int = 1) -> tuple[int, tuple, tuple, str]:
+    """How often the pass acts on a step; the arguments after the step with it and without it; its graph."""
+    graph = make_fx(step, tracing_mode="fake")(*tensors())
+    with_it, without = tensors(), tensors()
+    step(*without)
+    rewrite = UpdateInProduct(least)
+    rewrite(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    graph(*with_it)
+    return rewrite.made, with_it, without, str(graph.graph)
+
+
+def test_an_update_becomes_part_of_its_product():
+    def step(w, a, b):
+        w.copy_(w + torch.bmm(a, b) * -0.5)
+
+    made, got, wanted, graph = passed(step)
+    assert made == 1 and "baddbmm_" in graph and "aten.add" not in graph and "aten.copy_" not in graph
+    close(got, wanted, rtol=0)
+    assert not torch.equal(got[0], tensors()[0])
+
+
+def test_two_updates_of_two_layers():
+    def step(w, a, b):
+        hidden = torch.bmm(w, b)  # reads the old w
+        w.copy_(w + torch.bmm(a.transpose(1, 2), b) * -0.5)
+        a.copy_(a + torch.bmm(hidden, b) * 2.0)
+
+    made, got, wanted, _ = passed(step)
+    assert made == 2
+    close(got, wanted, rtol=0)
+
+
+UNTOUCHED = {
+    "the product reads what it would write": lambda w, a, b: w.copy_(w + torch.bmm(w, b) * -0.5),
+    "or a view of it": lambda w, a, b: w.copy_(w + torch.bmm(a, w.transpose(1, 2)) * -0.5),
+    "a step size of each lane": lambda w, a, b: w.copy_(w + torch.bmm(a, b) * b[:, :1, :1]),
+    "onto something else": lambda w, a, b: w.copy_(a + torch.bmm(a, b) * -0.5),
+    "momentum": lambda w, a, b: w.copy_(w + (torch.bmm(a, b) + w) * -0.5),
+    "the gradient is needed too": lambda w, a, b: (g := torch.bmm(a, b), w.copy_(w + g * -0.5), a.copy_(g)),
+    "no plain sum": lambda w, a, b: w.copy_(torch.add(w, torch.bmm(a, b) * -0.5, alpha=2)),
+    "not in place": lambda w, a, b: a.copy_((w + torch.bmm(b, b) * -0.5).relu()),
+}
+
+
+@pytest.mark.parametrize("case", list(UNTOUCHED))
+def test_what_is_left_alone(case):
+    made, got, wanted, _ = passed(lambda *x: (UNTOUCHED[case](*x), None)[1])
+    assert made == 0
+    close(got, wanted, rtol=0)
+
+
+def test_small_weights_are_left_alone():
+    made, got, wanted, _ = passed(lambda w, a, b: (w.copy_(w + torch.bmm(a, b) * -0.5), None)[1], least=19)
+    assert made == 0 and passed(lambda w, a, b: (w.copy_(w + torch.bmm(a, b) * -0.5), None)[1], least=18)[0] == 1
+    close(got, wanted, rtol=0)
+
+
+def test_where_torch_does_not_take_it_steps_are_compiled_without(monkeypatch):
+    def refuses(step, options=None, **_):
+        raise RuntimeError("no such option")
+
+    fusion.options.cache_clear()
+    monkeypatch.setattr(torch, "compile", refuses)
+    assert fusion.options() is None
+    fusion.options.cache_clear()
+    monkeypatch.setattr(torch, "compile", lambda step, **_: lambda *x: None)  # wrong numbers
+    assert fusion.options() is None
+    fusion.options.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiler_found(torch.device("cpu")), reason="no C++ compiler")
+@pytest.mark.parametrize("name, made", [("fedavg", 1), ("perfedavg_fo", 1), ("perfedavg_hf", 0)])
+def test_a_compiled_step_with_it(name, made, monkeypatch, tmp_path):
+    """Two rounds of a network of which one layer is large enough. HF adds three gradients, of which none is alone."""
+    x, y = cloud(160, features=120)
+    users = split(ranges([30] * 4), ranges([10] * 4, 120))
+    model = MODELS["mlp"](name="mlp", hidden=[8])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a step that torch remembers does not come to the pass
+    rewrite = fusion.options()["post_grad_custom_post_pass"]
+    monkeypatch.setattr(rewrite, "least", 4 * 120 * 8)
+    before, ended = rewrite.made, []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        fed = federation(algorithm(name, tau=3), x, y, [users], model=model, compiled=compiled)
+        fed.round(), fed.round()
+        assert fed.compiled == compiled and fed.warning is None
+        ended.append(fed.state.server["w"])
+    close(*ended, rtol=1e-10)
+    assert rewrite.made - before == made
