@@ -20,8 +20,9 @@ from perfed import tree
 from perfed.binding import Method
 from perfed.data.partition import Owned
 from perfed.data.sampling import Draw, key, permuted
+from perfed.draws import Lanes, positions
 from perfed.errors import UserError
-from perfed.federate import Federation, Lanes, positions
+from perfed.federate import Federation
 from perfed.types import Tree
 
 _CHUNK_NUMBERS = 8_000_000  # inputs and parameters of one scored chunk; bounds the memory of an evaluation

@@ -26,9 +26,10 @@ from perfed.data.datasets import load
 from perfed.data.partition import Partition, SplitConfig, SplitTest, make
 from perfed.data.sampling import cohort_size, generator
 from perfed.device import EAGER_FLOPS, Decision, available_memory, decide, pick_device
+from perfed.draws import Pool, SeedData, make_pool
 from perfed.errors import UserError, require
 from perfed.evaluate import Protocol, check
-from perfed.federate import Federation, Pool, SeedData, make_pool
+from perfed.federate import Federation
 from perfed.identity import identity
 from perfed.models import build
 from perfed.summary import SHOWN_ROWS, Prepared, integers

@@ -19,13 +19,14 @@ must hold the same weights after one round, to 1e-4 and to 0.1 % of the distance
     idiomatic    nn.Module and torch.optim.SGD in a Python loop over users, as most public code has it
     fastest      the fastest eager loop: torch.autograd.grad on leaf tensors, torch._foreach_add_, data on the device
 
-Columns. Times are medians over the repeats (least - most); in a repeat each contender
-in turn runs one round to warm up and one that counts. Ratios are
-ratios of medians (least - most of the ratios within a repeat). ``compile`` is the first round less a later one, from an
-empty compiler cache. ``evaluate`` scores all users before and after one step, protocol clean. ``draws`` is the time of
-Federation.batches as a share of the round. ``of SGEMM`` relates the gradients' floating-point operations (counted by hand:
-forward, weight gradients, input gradients of all layers but the first) per second of a *whole round* to the best square
-float32 matrix product in this process; its rounds are those ``in a row``: nobody else runs between them, as in a run.
+Columns. Times are medians over the repeats (least - most); in a repeat each contender in turn runs one round to warm up and
+one that counts. Ratios are ratios of medians (least - most of the ratios within a repeat). ``compile`` is the first round
+less a later one, from an empty compiler cache. ``evaluate`` scores all users before and after one step, protocol clean.
+``draws`` is the time of Federation.plans as a share of the round. In all of these everyone draws for one round at a time.
+``rounds in a row``: nobody else runs between them, and the engine draws for some rounds at once, as in a run; each time is
+the mean of as many rounds as are drawn for at once. ``of SGEMM`` relates the gradients' floating-point operations (counted
+by hand: forward, weight gradients, input gradients of all layers but the first) per second of a *whole round* in a row to
+the best square float32 matrix product in this process.
 Peak memory is that of a process of its own: of the imports alone, after some
 rounds, after an evaluation (VmHWM; getrusage, where there is no /proc).
 """
@@ -33,6 +34,7 @@ rounds, after an evaluation (VmHWM; getrusage, where there is no /proc).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -44,7 +46,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -56,17 +58,20 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from perfed import draws
 from perfed.algorithms import ALGORITHMS
 from perfed.algorithms.base import Task
 from perfed.data.datasets import Dataset
 from perfed.data.partition import PARTITIONS, Partition, SplitConfig, make
 from perfed.data.sampling import generator
+from perfed.draws import Lanes, SeedData, make_pool
 from perfed.evaluate import Protocol, evaluate
-from perfed.federate import Federation, Lanes, SeedData, make_pool
+from perfed.federate import Federation
 from perfed.models import MODELS, build
 from perfed.optimizers import LOCAL, SERVER
 
 ALPHA, BETA = 0.01, 0.1
+AT_ONCE = draws.AHEAD_ROUNDS
 NAMES = {"fedavg": "FedAvg", "perfedavg_fo": "FO", "perfedavg_hf": "HF", "perfedavg": "exact"}
 FIELDS = {"fedmeta": {"tau": 1}, "metasgd": {"tau": 1}}
 LINEAR = {"mocha"}
@@ -305,7 +310,7 @@ class Times:
     """Of one method: seconds of its rounds by contender, and what was measured along with them."""
 
     rounds: dict[str, list[float]]
-    steady: list[float]  # of rounds of the engine that follow one another
+    steady: list[float]  # of a round of the engine among others that follow one another
     evaluate: list[float]
     draws: list[float]
     compile: float
@@ -317,6 +322,16 @@ class Times:
 
     def times_faster(self, other: str) -> float:
         return median(self.rounds[other]) / median(self.rounds["engine"])
+
+
+@contextlib.contextmanager
+def ahead(rounds: int) -> Iterator[None]:
+    """So many rounds at most are drawn for at once."""
+    before, draws.AHEAD_ROUNDS = draws.AHEAD_ROUNDS, rounds
+    try:
+        yield
+    finally:
+        draws.AHEAD_ROUNDS = before
 
 
 def same_weights(held: dict[str, list[Tensor]], before: list[Tensor]) -> float:
@@ -356,11 +371,11 @@ def measure(work: Workload, name: str, repeats: int, compiled: bool, eager: bool
         for label, contender in contenders.items():
             contender.round()  # after another contender's rounds the caches are cold; in a run they are not
             times.rounds[label].append(work.timed(contender.round))
-        lanes = Lanes(np.zeros(work.active, np.int64), fed.cohorts(fed.k)[0])
-        times.draws.append(work.timed(lambda: fed.batches(lanes, fed.k, work.tau)) / times.rounds["engine"][-1])  # noqa: B023
+        times.draws.append(work.timed(lambda: fed.plans(fed.k)) / times.rounds["engine"][-1])
         times.evaluate.append(work.timed(lambda: evaluate(fed, work.protocol())))
-    fed.round()
-    times.steady = [work.timed(fed.round) for _ in range(3 * repeats)]
+    with ahead(AT_ONCE):
+        fed.round()
+        times.steady = [work.timed(lambda: [fed.round() for _ in range(AT_ONCE)]) / AT_ONCE for _ in range(repeats)]
     times.compile = first["engine"] - median(times.rounds["engine"]) if compiled else 0.0
     return times
 
@@ -543,7 +558,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(machine(work))
             all_methods(work, options.repeats)
             return
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, ahead(1):
             if compiled:
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
             report(work, options, arguments, compiled)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from perfed.algorithms.base import Algorithm, Task
 from perfed.data.partition import Owned, Partition
-from perfed.federate import Federation, Lanes, SeedData, make_pool
+from perfed.draws import Lanes, SeedData, make_pool
+from perfed.federate import Federation
 from perfed.models import Logistic, Mlp, Model
 from perfed.optimizers import Average, LocalOptimizer, ServerOptimizer, Sgd
 from perfed.types import Batch, Params

@@ -14,7 +14,8 @@ from perfed.algorithms import ALGORITHMS
 from perfed.algorithms.base import Task
 from perfed.data.partition import Owned, Partition
 from perfed.data.sampling import generator
-from perfed.federate import Federation, SeedData, make_pool
+from perfed.draws import SeedData, make_pool
+from perfed.federate import Federation
 from perfed.models import MODELS
 from perfed.optimizers import LOCAL, SERVER
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from small import advance, algorithm, clone, close, cloud, federation, ranges, same, split, structure
 
-from perfed import federate, tree
+from perfed import draws, tree
 from perfed.algorithms import ALGORITHMS
 from perfed.algorithms.base import Algorithm
 from perfed.device import compiler_found
+from perfed.draws import Lanes
 from perfed.evaluate import Protocol, evaluate
-from perfed.federate import Federation, Lanes
+from perfed.federate import Federation
 from perfed.models import MODELS
 from perfed.optimizers import LOCAL, SERVER
 
@@ -131,7 +132,7 @@ def test_vmap_chunked_and_loop_agree(case):
 def test_drawing_for_rounds_to_come_changes_nothing(case, monkeypatch):
     fed = trained(case)
     assert set(fed._plans) > {ROUNDS - 1, ROUNDS}
-    monkeypatch.setattr(federate, "AHEAD", 1)
+    monkeypatch.setattr(draws, "AHEAD", 1)
     alone = advance(build(case), ROUNDS)
     assert set(alone._plans) == {ROUNDS - 1}
     assert same(judged(alone), judged(fed))

@@ -11,8 +11,8 @@ from small import federation as small_federation
 
 from perfed import tree
 from perfed.algorithms.base import Facts
+from perfed.draws import Lanes
 from perfed.errors import UserError
-from perfed.federate import Lanes
 
 every_backend = pytest.mark.parametrize("backend", ["vmap", "loop"])
 

@@ -34,6 +34,7 @@ ORDER = [
     ["fusion"],
     ["device"],
     ["binding"],
+    ["draws"],
     ["federate"],
     ["evaluate"],
     ["trackers"],

@@ -30,8 +30,9 @@ from problems import (
 
 from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.perfedavg import PerFedAvg, PerFedAvgFO, PerFedAvgHF
+from perfed.draws import Lanes
 from perfed.errors import UserError
-from perfed.federate import Federation, Lanes
+from perfed.federate import Federation
 
 BACKENDS = ["vmap", "loop"]
 VARIANTS = {"exact": PerFedAvg, "fo": PerFedAvgFO, "hf": PerFedAvgHF}

@@ -17,7 +17,7 @@ from perfed.algorithms import ALGORITHMS
 from perfed.data.partition import Owned
 from perfed.data.sampling import LONG as SWITCH
 from perfed.data.sampling import Draw, cohort, cohort_size, draw, generator, key, permuted, uniforms
-from perfed.federate import Lanes, positions
+from perfed.draws import Lanes, positions
 
 
 def keys(count: int, *parts) -> np.ndarray:

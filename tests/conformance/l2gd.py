@@ -11,7 +11,7 @@ from small import algorithm
 from perfed import tree
 from perfed.algorithms.base import Facts
 from perfed.data.sampling import key, uniforms
-from perfed.federate import Lanes
+from perfed.draws import Lanes
 from perfed.types import Info
 
 from . import FIXED_POINT, cannot, check, mutant
