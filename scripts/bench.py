@@ -25,8 +25,8 @@ less a later one, from an empty compiler cache. ``evaluate`` scores all users be
 ``draws`` is the time of Federation.plans as a share of the round. In all of these everyone draws for one round at a time.
 ``rounds in a row``: nobody else runs between them, and the engine draws for some rounds at once, as in a run; each time is
 the mean of as many rounds as are drawn for at once. ``of SGEMM`` relates the gradients' floating-point operations (counted
-by hand: forward, weight gradients, input gradients of all layers but the first) per second of a *whole round* in a row to
-the best square float32 matrix product in this process.
+by hand: forward, weight gradients, input gradients of all layers but the first) per second of such *whole rounds* to the
+best square float32 matrix product right before and after them, for the speed of a shared core changes (median, least - most).
 Peak memory is that of a process of its own: of the imports alone, after some
 rounds, after an evaluation (VmHWM; getrusage, where there is no /proc).
 """
@@ -38,6 +38,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import platform
@@ -311,6 +312,7 @@ class Times:
 
     rounds: dict[str, list[float]]
     steady: list[float]  # of a round of the engine among others that follow one another
+    peaks: list[float]  # of SGEMM in those moments, floating-point operations a second
     evaluate: list[float]
     draws: list[float]
     compile: float
@@ -319,6 +321,10 @@ class Times:
     def ratio(self, other: str) -> str:
         pairs = [b / a for a, b in zip(self.rounds["engine"], self.rounds[other], strict=True)]
         return f"{self.times_faster(other):.2f} ({min(pairs):.2f} - {max(pairs):.2f})"
+
+    def share(self, flops: int) -> list[float]:
+        """Of the SGEMM peak, for a round of so many operations."""
+        return [flops / seconds / peak for seconds, peak in zip(self.steady, self.peaks, strict=True)]
 
     def times_faster(self, other: str) -> float:
         return median(self.rounds[other]) / median(self.rounds["engine"])
@@ -350,7 +356,7 @@ def same_weights(held: dict[str, list[Tensor]], before: list[Tensor]) -> float:
     return worst
 
 
-def measure(work: Workload, name: str, repeats: int, compiled: bool, eager: bool) -> Times:
+def measure(work: Workload, name: str, repeats: int, compiled: bool, eager: bool, squares: list[int]) -> Times:
     """All contenders on one method, one round each in turn."""
     torch._dynamo.reset()  # or every call would search the compiled steps of the methods before
     fed = work.federation(name, compiled=compiled)
@@ -363,7 +369,7 @@ def measure(work: Workload, name: str, repeats: int, compiled: bool, eager: bool
     before = [value.clone() for value in fastest.start]
     first = {label: work.timed(contender.round) for label, contender in contenders.items()}
     held = {x: [v[0] for v in c.state.server["w"].values()] if isinstance(c, Federation) else c.weights() for x, c in contenders.items()}
-    times = Times({label: [] for label in contenders}, [], [], [], 0.0, same_weights(held, before))
+    times = Times({label: [] for label in contenders}, [], [], [], [], 0.0, same_weights(held, before))
     for contender in contenders.values():
         contender.round()
     evaluate(fed, work.protocol())
@@ -374,8 +380,12 @@ def measure(work: Workload, name: str, repeats: int, compiled: bool, eager: bool
         times.draws.append(work.timed(lambda: fed.plans(fed.k)) / times.rounds["engine"][-1])
         times.evaluate.append(work.timed(lambda: evaluate(fed, work.protocol())))
     with ahead(AT_ONCE):
-        fed.round()
-        times.steady = [work.timed(lambda: [fed.round() for _ in range(AT_ONCE)]) / AT_ONCE for _ in range(repeats)]
+        peaks = [sgemm(work, squares)]
+        for _ in range(repeats):
+            fed.round()
+            times.steady.append(work.timed(lambda: [fed.round() for _ in range(AT_ONCE)]) / AT_ONCE)
+            peaks.append(sgemm(work, squares))
+        times.peaks = [max(pair) for pair in itertools.pairwise(peaks)]
     times.compile = first["engine"] - median(times.rounds["engine"]) if compiled else 0.0
     return times
 
@@ -386,7 +396,7 @@ def sgemm(work: Workload, sizes: list[int]) -> float:
     for size in sizes:
         a, b, out = (torch.randn(size, size, device=work.device) for _ in range(3))
         multiply = functools.partial(torch.mm, a, b, out=out)
-        best = max(best, *(2 * size**3 / work.timed(multiply) for _ in range(8)))
+        best = max(best, *(2 * size**3 / work.timed(multiply) for _ in range(4)))
     return best
 
 
@@ -445,6 +455,10 @@ def ms(values: list[float]) -> str:
     return f"{1e3 * median(values):.1f} ({1e3 * min(values):.1f} - {1e3 * max(values):.1f})"
 
 
+def percent(values: list[float]) -> str:
+    return f"{median(values):.1%} ({min(values):.1%} - {max(values):.1%})"
+
+
 def machine(work: Workload) -> str:
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
@@ -481,20 +495,19 @@ def report(work: Workload, options: argparse.Namespace, arguments: list[str], co
         f"{options.repeats} repeats; the engine is {'compiled' if compiled else 'not compiled'}"
     )
     squares = [128, 256] if options.quick else [256, 512, 1024, 2048] if work.device == "cpu" else [2048, 4096, 8192]
-    best = sgemm(work, squares)
-    found = {name: measure(work, name, options.repeats, compiled, options.eager) for name in NAMES}
-    best = max(best, sgemm(work, squares))
+    found = {name: measure(work, name, options.repeats, compiled, options.eager, squares) for name in NAMES}
     labels = list(found["fedavg"].rounds)
     rows = [[NAMES[n], *(ms(t.rounds[label]) for label in labels), f"{t.apart:.0e}"] for n, t in found.items()]
     grid("A round, ms", ["", *labels, "weights apart"], rows)
     grid("In rounds of the engine", ["", *labels[1:]], [[NAMES[n], *(t.ratio(label) for label in labels[1:])] for n, t in found.items()])
-    share = {n: GRADIENTS[n] * work.flops() / median(t.steady) / best for n, t in found.items() if n in GRADIENTS}
+    share = {n: t.share(GRADIENTS[n] * work.flops()) for n, t in found.items() if n in GRADIENTS}
     rows = [
-        [NAMES[n], f"{t.compile:.1f}", ms(t.steady), ms(t.evaluate), f"{median(t.draws):.1%}", f"{share[n]:.1%}" if n in share else "-"]
+        [NAMES[n], f"{t.compile:.1f}", ms(t.steady), ms(t.evaluate), f"{median(t.draws):.1%}", percent(share[n]) if n in share else "-"]
         for n, t in found.items()
     ]
+    peaks = [peak for t in found.values() for peak in t.peaks]
     head = ["", "compile, s", "rounds in a row, ms", "evaluate, ms", "draws", "of SGEMM"]
-    grid(f"The engine (SGEMM peak: {best / 1e9:.0f} GFLOP/s)", head, rows)
+    grid(f"The engine (SGEMM: {min(peaks) / 1e9:.0f} - {max(peaks) / 1e9:.0f} GFLOP/s)", head, rows)
 
     sizes = [20] if options.quick else [50, 1000, 10_000]
     rounds, peaks = scale(work, sizes, options.repeats, compiled), {n: memory(arguments, n) for n in sizes}
@@ -505,7 +518,7 @@ def report(work: Workload, options: argparse.Namespace, arguments: list[str], co
     grid(title, ["users", "round, ms", "in rounds of the first", *(f"peak: {x}" for x in stages)], rows)
     if work.device == "cpu":
         most = None if options.quick else peaks[sizes[-1]]["evaluation"]
-        grid("Must reach", ["", "measured", "needed", ""], goals(found, share["fedavg"], most))
+        grid("Must reach", ["", "measured", "needed", ""], goals(found, median(share["fedavg"]), most))
 
 
 def all_methods(work: Workload, repeats: int) -> None:

@@ -1,4 +1,4 @@
-"""A gradient that is added onto the weights by the product itself: the same numbers, and only where nobody else reads them."""
+"""Rewritings of the compiled step: the same numbers. An update becomes part of a product only where nobody else reads it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from perfed import fusion
 from perfed.device import compiler_found
-from perfed.fusion import UpdateInProduct
+from perfed.fusion import Rewritings
 from perfed.models import MODELS
 
 
@@ -23,12 +23,12 @@ def passed(step, least: int = 1) -> tuple[int, tuple, tuple, str]:
     graph = make_fx(step, tracing_mode="fake")(*tensors())
     with_it, without = tensors(), tensors()
     step(*without)
-    rewrite = UpdateInProduct(least)
+    rewrite = Rewritings(least)
     rewrite(graph.graph)
     graph.graph.lint()
     graph.recompile()
     graph(*with_it)
-    return rewrite.made, with_it, without, str(graph.graph)
+    return rewrite.updates, with_it, without, str(graph.graph)
 
 
 def test_an_update_becomes_part_of_its_product():
@@ -77,6 +77,24 @@ def test_small_weights_are_left_alone():
     close(got, wanted, rtol=0)
 
 
+def test_one_exponential_serves_both_ways():
+    def step(w, a, b):
+        w.copy_(torch.where(w > 0, w, torch.expm1(w)))  # nobody needs exp(w)
+        h = torch.bmm(b, a) * 0.01
+        a.copy_(torch.where(h > 0, h, torch.expm1(h)) + torch.exp(h))
+
+    graph = make_fx(step, tracing_mode="fake")(*tensors())
+    rewrite, got, wanted = Rewritings(), tensors(), tensors()
+    rewrite(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    graph(*got), step(*wanted)
+    close(got, wanted, rtol=1e-6)
+    targets = [node.target for node in graph.graph.nodes]
+    assert rewrite.exponentials == 1 and targets.count(torch.ops.aten.expm1.default) == 1
+    assert targets.count(torch.ops.aten.exp.default) == 1
+
+
 def test_where_torch_does_not_take_it_steps_are_compiled_without(monkeypatch):
     def refuses(step, options=None, **_):
         raise RuntimeError("no such option")
@@ -92,8 +110,8 @@ def test_where_torch_does_not_take_it_steps_are_compiled_without(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not compiler_found(torch.device("cpu")), reason="no C++ compiler")
-@pytest.mark.parametrize("name, made", [("fedavg", 1), ("perfedavg_fo", 1), ("perfedavg_hf", 0)])
-def test_a_compiled_step_with_it(name, made, monkeypatch, tmp_path):
+@pytest.mark.parametrize("name, gradients, made", [("fedavg", 1, 1), ("perfedavg_fo", 2, 1), ("perfedavg_hf", 4, 0)])
+def test_a_compiled_step_with_them(name, gradients, made, monkeypatch, tmp_path):
     """Two rounds of a network of which one layer is large enough. HF adds three gradients, of which none is alone."""
     x, y = cloud(160, features=120)
     users = split(ranges([30] * 4), ranges([10] * 4, 120))
@@ -101,7 +119,7 @@ def test_a_compiled_step_with_it(name, made, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # a step that torch remembers does not come to the pass
     rewrite = fusion.options()["post_grad_custom_post_pass"]
     monkeypatch.setattr(rewrite, "least", 4 * 120 * 8)
-    before, ended = rewrite.made, []
+    before, ended = (rewrite.updates, rewrite.exponentials), []
     for compiled in (False, True):
         torch.compiler.reset()
         fed = federation(algorithm(name, tau=3), x, y, [users], model=model, compiled=compiled)
@@ -109,4 +127,5 @@ def test_a_compiled_step_with_it(name, made, monkeypatch, tmp_path):
         assert fed.compiled == compiled and fed.warning is None
         ended.append(fed.state.server["w"])
     close(*ended, rtol=1e-10)
-    assert rewrite.made - before == made
+    assert rewrite.updates - before[0] == made
+    assert rewrite.exponentials - before[1] == gradients  # one hidden layer
