@@ -115,6 +115,24 @@ def compile_step(step: Callable[..., T], device: torch.device) -> Callable[..., 
     return torch.compile(step, dynamic=False, options=options() if device.type == "cpu" else None)
 
 
+def same_step(got: list[torch.Tensor], wanted: list[torch.Tensor], before: list[torch.Tensor]) -> bool:
+    """Whether a compiled step moved each tensor as the eager one did, within a hundredth of the way (Euclidean) and round-off.
+
+    Compilers order sums otherwise, which methods that divide by small numbers enlarge; a compiler that errs is further off.
+    """
+    for new, right, old in zip(got, wanted, before, strict=True):
+        if not new.is_floating_point():
+            if not torch.equal(new, right):
+                return False
+            continue
+        equal = (new == right) | (new.isnan() & right.isnan())
+        apart = torch.where(equal, torch.zeros_like(new), new - right).norm()
+        moved, size = ((right - part).nan_to_num(0.0, 0.0, 0.0).norm() for part in (old, torch.zeros_like(old)))
+        if not apart <= 0.01 * moved + 64 * torch.finfo(new.dtype).eps * size:
+            return False
+    return True
+
+
 def mended(call: Callable[[], T]) -> T:
     """``call()``, which compiles. A process that was killed while it compiled leaves half a library in torch's cache, where every later
     one would stumble over it: such a library is removed, and the call made again."""

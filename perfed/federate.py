@@ -13,6 +13,7 @@ The rows of the leading axis are seeds, or (trial, seed) where float hyper-param
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -26,10 +27,11 @@ from torch.func import vmap
 from perfed import tree
 from perfed.algorithms.base import Algorithm, Down, Population, Task
 from perfed.binding import Method, Varies, bind
-from perfed.device import compile_step, keep_freed_memory, mended
+from perfed.device import compile_step, keep_freed_memory, mended, same_step
 from perfed.draws import Draws, Lanes, Plan, Pool, SeedData
 from perfed.types import Batch, Params, State, Tree
 
+CHECKED_STEPS = 2
 DIVERGED_NORM = 1e6  # a lane is diverged when ||w|| exceeds this many times max(||w_0||, 1)
 
 
@@ -107,7 +109,9 @@ class Federation(Draws):
             keep_freed_memory()
         if self.compiled:
             torch.compiler.reset()  # jobs of a sweep share the code of the step, and torch bounds the versions it keeps of it
-        self._advance = compile_step(self._step_in_place, self.device) if self.compiled else self._step
+        # Of two ways the second spares torch from ordering what it writes, in which some versions fail.
+        self._ways = [compile_step(step, self.device) for step in (self._step_in_place, self._step)] if self.compiled else []
+        self._advance: Callable[..., Tree] = self._step
         self._price: dict[str, Counter] | None = None
         self._plans: dict[int, Plan] = {}  # of this round and some to come
         self._overwritten: tuple | None = None  # (seed, user, rows) of the users' state before this round wrote to it
@@ -185,15 +189,26 @@ class Federation(Draws):
         return new if live is None else tree.where(live, new, local)
 
     def _guarded(self, *arguments: Any) -> Tree:
-        """One step; where the compiled one fails before it has ever run, the eager one takes its place."""
-        if not self.compiled or self.step_calls:
+        """One step. The first compiled ones must give what the eager step gives; otherwise another way takes their place."""
+        if not self.compiled or self.step_calls >= CHECKED_STEPS:
             return self._advance(*arguments)
-        try:
-            return mended(lambda: self._advance(*arguments))
-        except Exception as error:  # torch wraps compilers' errors in many kinds; an error of the method's own comes again
-            self.compiled, self._advance = False, self._step
-            self.warning = f"warning: not compiled: {error.__class__.__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
-            return self._advance(*arguments)
+        local, *rest = arguments
+        wanted = self._step(local, *rest)
+        reason = f"torch {torch.__version__} gives other numbers than without"
+        while self._ways:
+            copy = tree.map(torch.clone, local)
+            try:
+                new = mended(functools.partial(self._ways[0], copy, *rest))
+            except Exception as error:  # torch wraps compilers' errors in many kinds; an error of the method's own came before
+                reason = f"{error.__class__.__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+                break
+            if same_step(tree.leaves(new), tree.leaves(wanted), tree.leaves(local)):
+                self._advance = self._ways[0]
+                return new
+            self._ways.pop(0)
+        self.compiled, self._advance = False, self._step
+        self.warning = f"warning: not compiled: {reason}"
+        return wanted
 
     def _step_in_place(self, local: Tree, *rest: Any) -> Tree:
         """The same, writing into the caller's tensors: compiled, this spares a fresh copy of all lanes a step."""
