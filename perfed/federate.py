@@ -13,7 +13,6 @@ The rows of the leading axis are seeds, or (trial, seed) where float hyper-param
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -198,7 +197,7 @@ class Federation(Draws):
         while self._ways:
             copy = tree.map(torch.clone, local)
             try:
-                new = mended(functools.partial(self._ways[0], copy, *rest))
+                new = mended(lambda way=self._ways[0], copy=copy: way(copy, *rest))
             except Exception as error:  # torch wraps compilers' errors in many kinds; an error of the method's own came before
                 reason = f"{error.__class__.__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
                 break

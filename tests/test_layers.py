@@ -211,7 +211,7 @@ def test_the_global_plotting_backend_is_never_touched():
 # ---------------------------------------------------------------- the engine knows no method
 
 
-@pytest.mark.parametrize("name", ["federate", "evaluate"])
+@pytest.mark.parametrize("name", ["draws", "federate", "evaluate"])
 def test_the_engine_tests_no_type(name):
     found = []
     for node in ast.walk(MODULES[name]):
@@ -224,7 +224,7 @@ def test_the_engine_tests_no_type(name):
     assert not found
 
 
-@pytest.mark.parametrize("name", ["federate", "evaluate"])
+@pytest.mark.parametrize("name", ["draws", "federate", "evaluate"])
 def test_the_engine_names_no_algorithm(name):
     classes = {cls.__name__ for cls in ALGORITHMS.values()}
     for node in ast.walk(MODULES[name]):
