@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -209,6 +210,10 @@ class Federation(Draws):
         self.warning = f"warning: not compiled: {reason}"
         return wanted
 
+    @property
+    def _in_place(self) -> bool:
+        return self.compiled and len(self._ways) == 2
+
     def _step_in_place(self, local: Tree, *rest: Any) -> Tree:
         """The same, writing into the caller's tensors: compiled, this spares a fresh copy of all lanes a step."""
         new = self._step(local, *rest)
@@ -283,11 +288,15 @@ class Federation(Draws):
         if index is None:
             index, weight = ({role: part[0] for role, part in parts.items()} for parts in self._by_step(lanes, k, info))
         at = torch.from_numpy(np.repeat(np.arange(horizon), size).reshape(horizon, size)).to(self.device).unbind(0)
-        for t in range(horizon):
-            here = {**info, "step": at[t]}
-            live = None if alike else t < steps
-            local = self._guarded(local, {r: v[t] for r, v in index.items()}, {r: v[t] for r, v in weight.items()}, here, live, own)
-            self.step_calls += 1 if self.backend == "vmap" else size
+        with ExitStack() as stack:
+            for t in range(horizon):
+                here = {**info, "step": at[t]}
+                live = None if alike else t < steps
+                local = self._guarded(local, {r: v[t] for r, v in index.items()}, {r: v[t] for r, v in weight.items()}, here, live, own)
+                self.step_calls += 1 if self.backend == "vmap" else size
+                if t == 0 and self._in_place and self.step_calls > CHECKED_STEPS:
+                    # torch has just looked for the code that fits. The steps to come differ from this one in numbers alone.
+                    stack.enter_context(torch.compiler.set_stance("default", skip_guard_eval_unsafe=True))
         if self.algo.is_default("send"):  # it only rearranges trees, so it takes all lanes at once, as they are
             upload, kept = self.algo.send(self.task, down, kept, local, self._info(info))
         else:
