@@ -26,6 +26,7 @@ EAGER_FLOPS = 15e9
 decides whether compiling may pay."""
 COMPILE_FROM_SECONDS = 240
 HEAP_BYTES = 256 * 2**20
+"""Of the heap, which are kept when freed and lie on large pages."""
 CPU_CHUNK_BYTES = 2 * 2**30
 """Memory of the lanes that are computed together on a CPU; a constant, so that equal commands chunk alike."""
 
@@ -127,7 +128,7 @@ def same_step(got: list[torch.Tensor], wanted: list[torch.Tensor], before: list[
             continue
         equal = (new == right) | (new.isnan() & right.isnan())
         apart = torch.where(equal, torch.zeros_like(new), new - right).norm()
-        moved, size = ((right - part).nan_to_num(0.0, 0.0, 0.0).norm() for part in (old, torch.zeros_like(old)))
+        moved, size = (part.nan_to_num(0.0, 0.0, 0.0).norm() for part in (right - old, right))
         if not apart <= 0.01 * moved + 64 * torch.finfo(new.dtype).eps * size:
             return False
     return True

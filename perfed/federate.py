@@ -31,7 +31,7 @@ from perfed.device import compile_step, keep_freed_memory, mended, same_step
 from perfed.draws import Draws, Lanes, Plan, Pool, SeedData
 from perfed.types import Batch, Params, State, Tree
 
-CHECKED_STEPS = 2
+CHECKED_STEPS = 2  # compiled steps of a run that are compared with eager ones: in the first, many models are still equal
 DIVERGED_NORM = 1e6  # a lane is diverged when ||w|| exceeds this many times max(||w_0||, 1)
 
 

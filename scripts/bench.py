@@ -506,9 +506,9 @@ def report(work: Workload, options: argparse.Namespace, arguments: list[str], co
         [NAMES[n], f"{t.compile:.1f}", ms(t.steady), ms(t.evaluate), f"{median(t.draws):.1%}", percent(share[n]) if n in share else "-"]
         for n, t in found.items()
     ]
-    peaks = [peak for t in found.values() for peak in t.peaks]
+    speeds = [peak for t in found.values() for peak in t.peaks]
     head = ["", "compile, s", "rounds in a row, ms", "evaluate, ms", "draws", "of SGEMM"]
-    grid(f"The engine (SGEMM: {min(peaks) / 1e9:.0f} - {max(peaks) / 1e9:.0f} GFLOP/s)", head, rows)
+    grid(f"The engine (SGEMM: {min(speeds) / 1e9:.0f} - {max(speeds) / 1e9:.0f} GFLOP/s)", head, rows)
 
     sizes = [20] if options.quick else [50, 1000, 10_000]
     rounds, peaks = scale(work, sizes, options.repeats, compiled), {n: memory(arguments, n) for n in sizes}
