@@ -481,7 +481,9 @@ def build(cls: type, values: Mapping[str, Any], typed=lambda key: key, group: st
         if name not in fields:
             raise UserError(key, value, f"no such key{with_option}{nearest(str(name), fields)}")
         require(value != "???", typed(key), value, f"has no value: give one, {wanted(hints[name])}")
-        _check(typed(key), value, hints[name])
+        default = fields[name].default
+        example = f", such as {default}" if value is None and isinstance(default, str) and default else ""
+        _check(typed(key), value, hints[name], example)
     for name, f in fields.items():
         need = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         require(not need or name in values, f"{prefix}{name}", None, f"has no value: give one, {wanted(hints[name])}")
@@ -513,11 +515,11 @@ def _guard(make, typed, prefix: str, cls: type) -> Any:
         raise UserError(prefix.rstrip(".") or "config", cls.__name__, str(error) or type(error).__name__) from error
 
 
-def _check(key: str, value: Any, hint: Any) -> None:
+def _check(key: str, value: Any, hint: Any, example: str = "") -> None:
     """What OmegaConf would take in silence or explain badly."""
     base, optional = _unwrap(hint)
     if value is None:
-        require(optional or base is Any, key, value, f"must be {wanted(hint)}")
+        require(optional or base is Any, key, value, f"must be {wanted(hint)}{example}")
     elif isinstance(value, str) and value in ("None", "none") and base is not Any:
         advice = "write null, not None" if optional else "neither None nor null is a value here"
         require(base is str and not optional, key, value, f"must be {wanted(hint)} ({advice})")

@@ -9,7 +9,6 @@ import stat
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 from perfed import keys, results, tables
@@ -152,15 +151,6 @@ def age_text(seconds: float) -> str:
 # ---------------------------------------------------------------- removed
 
 
-WRITTEN = (
-    "status.json", "result.json", "config.yaml", "provenance.json", "log.txt", "report.md", "rounds.csv", "users.csv", "timing.csv",
-    "partition-seed*.npz", "state.pt", "state-previous.pt", "final.pt", "donor.pt", "eval-*", "wandb", "tensorboard", ".hydra",
-    *(f"{name}.{kind}" for name in ("learning_curve", "per_user", "partition", "adaptation") for kind in ("png", "pdf")),
-    results.LOCK, f"{results.TEMPORARY}*",
-)  # fmt: skip
-"""All that a run may leave in its folder."""
-
-
 @dataclass(frozen=True)
 class Pruned:
     """``removed``: folder and bytes, also of a dry run; ``kept``: folders of the asked status that stay, and why."""
@@ -230,8 +220,8 @@ def _not_ours(folder: Path) -> str:
         inside[:] = [name for name in inside if not (Path(here) == folder and name.startswith("eval-"))]
         if "status.json" in names and Path(here) != folder:
             return f"another run lies in it ({Path(here).relative_to(folder)})"
-    if foreign := sorted(path.name for path in folder.iterdir() if not any(fnmatch(path.name, own) for own in WRITTEN)):
-        return f"it holds what no run writes ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}); remove it by hand"
+    if others := results.foreign(folder):
+        return f"it holds what no run writes ({others}); remove it by hand"
     return ""
 
 

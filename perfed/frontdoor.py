@@ -286,6 +286,12 @@ class FrontDoor:
             if override.value() not in (*options, None):
                 raise UserError(key, value, f"must be one of {', '.join(options)}{nearest(str(override.value()), options)}")
             return
+        if key.startswith("hydra.launcher.") and not override.is_add():
+            tree = self.composer.tree([o.input_line for o in self.hydra_given if "/" in o.key_or_group])
+            if not _has(tree, key):
+                launcher, known = tree.hydra.runtime.choices["hydra/launcher"], _leaves(tree.hydra.launcher, "hydra.launcher.", nodes=True)
+                near = _nearest_key(key, [name for name in known if not name.rpartition(".")[2].startswith("_")])
+                raise UserError(key, value, f"no such key with hydra/launcher={launcher}{near}")
         parent = next((place for place in _OPEN if key.startswith(place + ".")), None)
         if parent is None and not _has(base, key):
             raise UserError(key, value, f"no such key{_nearest_key(key, _leaves(base.hydra, 'hydra.', nodes=True))}")
@@ -331,7 +337,8 @@ class FrontDoor:
         group = key.partition(".")[0]
         option = tree.hydra.runtime.choices.get(group)
         where = f" with {group}={option}" if "." in key and option else ""
-        raise UserError(key, value, f"no such key{where}{_nearest_key(key, [*known, *self.groups, *_SECTIONS])}")
+        typable = [name for name in known if not name.endswith(".name")]  # which are chosen as group=<option>
+        raise UserError(key, value, f"no such key{where}{_nearest_key(key, [*typable, *self.groups, *_SECTIONS])}")
 
     # ---- cells
 

@@ -225,6 +225,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         require(other is None, other or "", getattr(options, other or "rows"), f"says nothing with {mode}")
     require(options.prune is not None or not options.yes, "yes", "true", "goes with prune")
     options.steps = _number("steps", options.steps, int, "a whole number")
+    require(options.cell != "gain" or options.steps != 0, "steps", 0, "at least 1 with cell=gain, which is 0 before adaptation")
     for key in ("margin", "power", "target"):
         setattr(options, key, _number(key, getattr(options, key), float, "a number"))
     return options

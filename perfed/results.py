@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -31,6 +32,14 @@ if TYPE_CHECKING:
 STATUSES = ("RUNNING", "DONE", "FAILED", "INTERRUPTED", "DIVERGED")
 LOCK = ".lock"
 TEMPORARY = ".tmp-"
+
+WRITTEN = (
+    "status.json", "result.json", "config.yaml", "provenance.json", "log.txt", "report.md", "rounds.csv", "users.csv", "timing.csv",
+    "partition-seed*.npz", "state.pt", "state-previous.pt", "final.pt", "donor.pt", "eval-*", "wandb", "tensorboard", ".hydra",
+    *(f"{name}.{kind}" for name in ("learning_curve", "per_user", "partition", "adaptation") for kind in ("png", "pdf")),
+    LOCK, f"{TEMPORARY}*",
+)  # fmt: skip
+"""All that a run may leave in its folder."""
 
 ROUNDS = {
     "seed": "int64", "round": "int64", "model": "str", "steps": "int64", "seen": "bool",
@@ -256,11 +265,20 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def check_identity(folder: Path | str, identity: str) -> None:
-    """Raise UserError when the folder belongs to a run of another identity (full hash). A folder without a run is free."""
+    """Raise UserError when the folder belongs to a run of another identity (full hash), or holds no run but files of another kind."""
     folder = Path(folder)
     stored = next((v["identity"] for name in ("status.json", "result.json") if (v := read_json(folder / name)) and "identity" in v), None)
     allowed = f"holds another run ({str(stored)[:12]}, this one is {identity[:12]}); give another folder"
     require(stored in (None, identity), "hydra.run.dir", folder, allowed)
+    if stored is None and (others := foreign(folder)):
+        raise UserError("hydra.run.dir", folder, f"holds what no run writes ({others}); give a new folder or an empty one")
+
+
+def foreign(folder: Path) -> str:
+    """What lies in a folder although no run writes it, the first names by name; empty where there is nothing, or no folder."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    others = [name for name in names if not any(fnmatch(name, own) for own in WRITTEN)]
+    return f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
 
 
 def from_here(folder: Path) -> Path:

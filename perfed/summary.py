@@ -71,7 +71,7 @@ def user_rows(prepared: Prepared, scores: Scores, times_sampled: np.ndarray) -> 
             }
             for j, model in enumerate(scores.models):
                 for i, steps in enumerate(scores.steps):
-                    correct = float(scores.correct[s, u, j, i] * scores.n_scored[s, u])
+                    correct = round(float(scores.correct[s, u, j, i] * scores.n_scored[s, u]), 9)  # of a share: a count, but for round-off
                     rows.append({**fixed, "model": model, "steps": steps, "correct": correct, "loss": float(scores.loss[s, u, j, i])})
     return rows
 

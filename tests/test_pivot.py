@@ -438,6 +438,7 @@ def test_a_csv_without_notes_says_them_beside(four, capsys):
         (["yes=true"], "yes=true: goes with prune"),
         (["users=true", "list=true"], "list=true: not together with users"),
         (["users=true", "margin=2"], "margin=2: says nothing with users"),
+        (["cell=gain", "steps=0"], "steps=0: at least 1 with cell=gain"),
         (["users=true", "cell=loss"], "cell=loss: says nothing with users"),
         (["target=20", "cell=nosuch"], "cell=nosuch: says nothing with target"),
         (["html=x.html", "format=latex"], "format=latex: says nothing with html"),

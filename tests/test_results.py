@@ -156,6 +156,18 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
         results.check_identity(tmp_path, "a" * 63 + "b")
 
 
+def test_a_folder_of_other_files_is_refused(tmp_path):
+    for name in (results.LOCK, "log.txt", "partition-seed3.npz"):  # what a run leaves that was killed before its status was written
+        (tmp_path / name).write_text("")
+    results.check_identity(tmp_path, "a" * 64)
+    for name in ("thesis.tex", "b", "c", "d"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=r"^hydra.run.dir=.*: holds what no run writes \(b, c, d, \.\.\.\); give a new folder"):
+        results.check_identity(tmp_path, "a" * 64)
+    results.write_status(tmp_path, "FAILED", identity="a" * 64)  # notes beside a run's files are the user's own business
+    results.check_identity(tmp_path, "a" * 64)
+
+
 def test_a_claim_where_no_folder_can_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="^hydra.run.dir=.*cannot be written"), results.Claim(tmp_path / "file" / "run"):

@@ -45,7 +45,9 @@ def test_a_file_holds_one_space_for_all_or_one_for_each(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "word", ["seed=1000,2000", "seeds=2,3", "split.val=0.1,0.2", "study.tuning_seeds=1,2", "protocol=paper,clean", "beta=0.1,1e-1"]
+    "word",
+    ["seed=1000,2000", "seeds=2,3", "split.val=0.1,0.2", "study.tuning_seeds=1,2", "protocol=paper,clean", "beta=0.1,1e-1"]
+    + ["n=20,40", "partition.a=20,34", "dataset.norm=unit,standard"],
 )
 def test_a_grid_holds_different_values_of_what_may_be_chosen(word, tmp_path, capsys):
     assert tune.main(["algo=fedavg", word, f"outputs={tmp_path / 'out'}"]) == 1

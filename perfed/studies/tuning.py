@@ -26,8 +26,8 @@ from perfed.studies.jobs import Context, Done, Job, run_all
 
 TRIALS = 6
 """Trials of every published space."""
-NOT_TUNED = ("seed", "seeds", "partition_seed", "init_seed", "sampling_seed", "algo", "dataset", "partition", "rounds", "eval_every")
-"""Keys that are no part of a grid, beside those of split, study, protocol and adapt."""
+NOT_TUNED = ("seed", "seeds", "partition_seed", "init_seed", "sampling_seed", "algo", "n", "holdout_users", "rounds", "eval_every")
+"""Keys that are no part of a grid, beside those of dataset, partition, split, study, protocol and adapt."""
 TUNING_SEED = 1000
 """Tuning uses the seeds from ``seed + TUNING_SEED`` on: not those of the report."""
 
@@ -170,7 +170,7 @@ def read(path: Path, wanted: Sequence[str]) -> dict[str, Space]:
 
 def require_tunable(key: str, where: str, value: Any) -> None:
     """Raise UserError for a key that the choice itself rests on: trials with different ones could not be compared."""
-    fixed = key in NOT_TUNED or key.split(".")[0] in ("split", "study", "protocol", "adapt")
+    fixed = key in NOT_TUNED or key.split(".")[0] in ("dataset", "partition", "split", "study", "protocol", "adapt")
     require(not fixed, where, value, f"keys of the method or the model; {key} says how the trials are judged, and is the same for all")
 
 
