@@ -436,6 +436,25 @@ def test_grey_among_colours_becomes_rgb(tmp_path, order):
     assert grey.x.shape == (2, 1, 28, 28) and grey.fingerprint != data.fingerprint
 
 
+def test_grey_is_grey_however_it_is_stored(tmp_path):
+    values = np.arange(0, 256, 9, dtype=np.uint8)[:28].repeat(28).reshape(28, 28)
+    folder = tmp_path / "own" / "train" / "a"
+    folder.mkdir(parents=True)
+    image = Image.fromarray(values)
+    palette = image.copy()
+    palette.putpalette([level for level in range(256) for _ in range(3)])
+    for name, stored in (("0.png", image), ("1.png", palette), ("2.png", image.convert("RGB")), ("3.gif", palette)):
+        stored.save(folder / name)
+    image.point(lambda level: 255 * (level > 99)).convert("1").save(folder / "4.png")
+    with Image.open(folder / "1.png") as first, Image.open(folder / "4.png") as last:
+        assert (first.mode, last.mode) == ("P", "1")
+    data = load(make("imagefolder", path=str(tmp_path / "own")), tmp_path)
+    assert data.x.shape == (5, 1, 28, 28) and (data.x[:4, 0] == values).all()
+    palette.putpalette([level for i in range(256) for level in (i, i, min(255, i + 1))])
+    palette.save(folder / "1.png")
+    assert load(make("imagefolder", path=str(tmp_path / "own")), tmp_path).x.shape == (5, 3, 28, 28)
+
+
 def test_sizes(tmp_path):
     picture(tmp_path / "own" / "train" / "a" / "0.png", 7, size=(10, 20))
     picture(tmp_path / "own" / "train" / "a" / "1.png", 7, size=(10, 30))
@@ -504,6 +523,7 @@ def test_user_and_split(tmp_path, write):
         data = load(make("npz", path=write(x=x, y=y, user=user, split=split)), tmp_path)
         assert data.n_train == 3 and data.x[:, 0].tolist() == [1, 2, 4, 0, 3]
         assert data.y.tolist() == [1, 0, 0, 0, 1] and data.user.tolist() == [0, 0, 1, 2, 2]
+        assert data.users == ("u2", "u3", "u10")
 
 
 @pytest.mark.parametrize(
@@ -511,10 +531,11 @@ def test_user_and_split(tmp_path, write):
     [((4, 6), (6,)), ((4, 6, 5), (1, 6, 5)), ((4, 3, 6, 5), (3, 6, 5)), ((4, 6, 5, 3), (3, 6, 5)), ((4, 6, 5, 1), (1, 6, 5))]
     + [((4, 3, 5, 3), (3, 5, 3)), ((4, 6, 5, 2), (6, 5, 2))],
 )
-def test_shapes_of_x(tmp_path, write, given, shape):
-    x = np.arange(np.prod(given)).astype(np.uint8).reshape(given)
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_shapes_of_x(tmp_path, write, given, shape, dtype):
+    x = np.arange(np.prod(given)).astype(dtype).reshape(given)
     data = load(make("npz", path=write(x=x, y=np.arange(4))), tmp_path)
-    assert data.shape == shape and data.x.dtype == np.uint8
+    assert data.shape == shape and data.x.dtype == dtype
     if given[3:] in ((1,), (3,)) and given[1] == 6:
         assert np.array_equal(data.x, np.moveaxis(x, 3, 1))
     else:
@@ -547,7 +568,7 @@ def test_stamped_images_keep_their_labels(tmp_path, write):
         ({"y": np.array([0, None])}, "without pickled objects"),
         ({"user": np.arange(3)}, "user of shape [2]"),
         ({"split": np.array([0, 2])}, "split of 0 (or 'train')"),
-        ({"split": np.array(["train", "val"])}, "'val'"),
+        ({"split": np.array(["train", "val"])}, "not 'val'"),
         ({"split": np.array([1, 1])}, "at least one train example"),
     ],
 )

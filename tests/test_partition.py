@@ -1,6 +1,6 @@
 """Partitions: the paper's counts, the public fault rows B01, B03, B04, B05, every refusal, and invariants on many small sizes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +42,8 @@ class Data:
     table2: tuple[int, int] | None = None
     name: str = "toy"
     x: np.ndarray | None = None
+    users: tuple[str, ...] = ()
+    fingerprint: str = "toy's"
 
 
 def data(train, test=(), **kw) -> Data:
@@ -178,6 +180,8 @@ def test_b03b_table2_that_needs_more_images_than_there_are():
     message = "partition.a=196: an even number of at most 106 with n=100, or n of at most 50: class 0 needs 10780 images, .* has 5923"
     with pytest.raises(UserError, match=message):
         deal(Table2(), MNIST, 100)
+    with pytest.raises(UserError, match="^n=20000: at most 50 with partition.a=196: class 0 needs 2156000 images, .* has 5923"):
+        deal(Table2(), MNIST, 20_000)
     deal(Table2(a=106, a_test=16), MNIST, 100)  # what the message advises is legal
 
 
@@ -337,6 +341,18 @@ def test_natural_takes_a_seeded_sample_of_users():
     assert p.digest() != q.digest()
 
 
+def test_natural_users_keep_their_names(tmp_path):
+    d = replace(stamp(), users=tuple("gfedcba"))
+    p = deal(Natural(), d, 3)
+    owners = [int(d.user[p.train.of(i)[0]]) for i in range(3)]
+    assert p.names == tuple("gfedcba"[u] for u in owners)
+    assert [name for name, _ in p.blocks()] == [f"user {i}: {name}" for i, name in enumerate(p.names)]
+    p.save(tmp_path / "p.npz")
+    assert Partition.load(tmp_path / "p.npz").names == p.names == deal(File(path=str(tmp_path / "p.npz")), d, 3).names
+    assert p.digest() == deal(Natural(), stamp(), 3).digest()  # names are no part of who owns what
+    assert deal(IID(), d, 3).names == ()
+
+
 def test_natural_split_pools_and_cuts():
     d = stamp()
     p = deal(Natural(), d, 7, split=SPLIT)
@@ -351,6 +367,17 @@ def test_save_and_load(tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["partition-seed0.npz"]
     again = deal(File(path=str(tmp_path / "partition-seed{seed}.npz")), MNIST5K, 20)
     assert again.digest() == p.digest() and (again.val.index == p.val.index).all()
+
+
+def test_a_file_of_other_data_is_refused(tmp_path):
+    deal(IID(), SMALL, 4).save(tmp_path / "p.npz", data="those")
+    config = File(path=str(tmp_path / "p.npz"))
+    assert deal(config, replace(SMALL, fingerprint="those"), 4).n == 4
+    with pytest.raises(UserError, match=r"^partition.path=.*p\.npz: made for other data than these"):
+        deal(config, replace(SMALL, fingerprint="these"), 4)
+    with np.load(tmp_path / "p.npz") as file:  # as it was written before data were noted
+        np.savez(tmp_path / "p.npz", **{key: file[key] for key in file if key not in ("data", "names")})
+    assert deal(config, replace(SMALL, fingerprint="these"), 4).n == 4
 
 
 def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):

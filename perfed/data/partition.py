@@ -65,6 +65,7 @@ class Partition:
     group: np.ndarray  # [n] int64, position in `groups`
     groups: tuple[str, ...]
     seen: np.ndarray  # [n] bool, False: held out of training, a new user
+    names: tuple[str, ...] = ()  # the data's own names of the users, where they have any; not in the digest
 
     def __post_init__(self):
         for part in (self.train, self.val, self.test):
@@ -72,6 +73,7 @@ class Partition:
             assert len(part.offsets) == self.n + 1 and part.offsets[0] == 0, "wrong number of users"
             assert part.offsets[-1] == len(part.index) and (part.sizes >= 0).all(), "offsets do not fit the index"
         assert len(self.seen) == self.n and self.seen.dtype == bool, "seen must be [n] bool"
+        assert len(self.names) in (0, self.n), "one name a user, or none"
         assert self.n == 0 or 0 <= self.group.min() <= self.group.max() < len(self.groups), "unknown group"
         everything = np.sort(np.concatenate([self.train.index, self.val.index, self.test.index]))
         assert not len(everything) or everything[0] >= 0, "negative index"
@@ -96,10 +98,10 @@ class Partition:
         """Rows of the count table: (name, user ids).
 
         ``table2``: the ten rows of the paper's Table 2, five equal blocks of group 1 and the users of group 2 by their
-        class 0-4 (``pairing=diagonal``: by their pair). Any other partition: one row per user.
+        class 0-4 (``pairing=diagonal``: by their pair). Any other partition: one row per user, with the data's own name of him.
         """
         if self.groups[0] != TABLE2_GROUP1 or self.n % 10:
-            return [(f"user {i}", np.array([i])) for i in range(self.n)]
+            return [(f"user {i}" + (f": {self.names[i]}" if self.names else ""), np.array([i])) for i in range(self.n)]
         first, second = np.split(np.arange(self.n), 2)
         rows = [(1, ids) for ids in np.split(first, 5)] + [(2, second[c::5]) for c in range(5)]
         return [(f"{g}: users {_span(ids)}", ids) for g, ids in rows]
@@ -119,30 +121,38 @@ class Partition:
         sha.update(json.dumps(self.groups).encode())
         return sha.hexdigest()
 
-    def save(self, path: str | Path) -> None:
-        """Write an .npz without pickled objects, whole or not at all (temporary name, then renamed)."""
+    def save(self, path: str | Path, data: str = "") -> None:
+        """Write an .npz without pickled objects, whole or not at all (temporary name, then renamed).
+
+        data: fingerprint of the data set that the positions are of; "" leaves it open.
+        """
         path = Path(path)
         scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             with open(scratch, "wb") as file:
-                np.savez_compressed(file, groups=np.array(self.groups), digest=np.array(self.digest()), **self._arrays())
+                about = {"groups": self.groups, "names": self.names, "digest": self.digest(), "data": data}
+                np.savez_compressed(file, **{key: np.array(value, dtype=str) for key, value in about.items()}, **self._arrays())
             os.replace(scratch, path)
         finally:
             scratch.unlink(missing_ok=True)
 
     @staticmethod
-    def load(path: str | Path) -> Partition:
-        """Read what :meth:`save` wrote. UserError ``partition.path`` where it is absent, damaged or no partition."""
+    def load(path: str | Path, data: str = "") -> Partition:
+        """Read what :meth:`save` wrote. UserError ``partition.path`` where it is absent, damaged or no partition, or where it was made
+        for other data than those of the fingerprint ``data`` ("": any)."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 parts = [Owned(file[f"{p}_index"], file[f"{p}_offsets"]) for p in PARTS]
-                out = Partition(*parts, file["group"], tuple(str(g) for g in file["groups"]), file["seen"])
-                digest = str(file["digest"])
+                groups, names = (tuple(map(str, file[key])) if key in file else () for key in ("groups", "names"))  # older files lack names
+                out = Partition(*parts, file["group"], groups, file["seen"], names)
+                digest, made_for = str(file["digest"]), str(file["data"]) if "data" in file else ""
         except FileNotFoundError:
             raise UserError("partition.path", path, "no such file; a run saves one per seed: RUN/partition-seed0.npz") from None
         except (OSError, ValueError, KeyError, EOFError, TypeError, AttributeError, AssertionError, zipfile.BadZipFile) as error:
             raise UserError("partition.path", path, f"not a saved partition, or damaged ({error})") from None
         require(out.digest() == digest, "partition.path", path, "damaged: its content does not match the digest stored in it")
+        ok = not (data and made_for) or data == made_for
+        require(ok, "partition.path", path, "made for other data than these: its positions would mean other examples")
         return out
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -204,6 +214,7 @@ class Built(NamedTuple):
     test: Owned
     group: np.ndarray  # [n]
     groups: tuple[str, ...]
+    names: tuple[str, ...] = ()  # of the users
 
 
 @dataclass(kw_only=True)
@@ -263,8 +274,9 @@ class Table2:
         if a > largest:
             c = next(c for c in range(10) if need[c] > have[c])
             n_max = 10 * min(h // (p * a // 2) for h, p in zip(have, pair, strict=True))
-            fewer = f", or n of at most {n_max}" if n_max else ""
-            raise UserError(key, a, f"{hint}{fewer}: class {c} needs {need[c]} images, {where} of {data.name} has {have[c]}")
+            lack = f"class {c} needs {need[c]} images, {where} of {data.name} has {have[c]}"
+            require(largest > 0 or n_max == 0, "n", n, f"at most {n_max} with {key}={a}: {lack}")
+            raise UserError(key, a, f"{hint}{f', or n of at most {n_max}' if n_max else ''}: {lack}")
         return self._table(a, n)
 
     def _table(self, a: int, n: int) -> np.ndarray:
@@ -414,7 +426,8 @@ class Natural:
         M = len(data.y)
         whole = split.test is SplitTest.split
         train, test = _cut_test(own(0, M), data.y, split, seed, self.name) if whole else (own(0, data.n_train), own(data.n_train, M))
-        return Built(train, test, np.zeros(n, dtype=np.int64), ("all",))
+        names = tuple(data.users[i] for i in chosen) if data.users else ()
+        return Built(train, test, np.zeros(n, dtype=np.int64), ("all",), names)
 
 
 @dataclass(kw_only=True)
@@ -431,7 +444,7 @@ class File:
         require(split.val == 0, "split.val", split.val, "0 with partition=file, which holds its own validation data")
         require(holdout_users == 0, "holdout_users", holdout_users, "0 with partition=file, which holds its own new users")
         path = Path(self.path.replace("{seed}", str(seed))).expanduser()
-        out = Partition.load(path)
+        out = Partition.load(path, data.fingerprint)
         require(out.n == n, "n", n, f"{out.n}, the users of {path}")
         top = max(int(getattr(out, part).index.max(initial=-1)) for part in PARTS)
         M = len(data.y)
@@ -464,9 +477,9 @@ def make(config: PartitionConfig, dataset: Dataset, *, n: int, seed: int, split:
     require(n <= M // 2, "n", n, f"at most {M // 2}: every user needs a train and a test example, {dataset.name} has {M} examples")
     official = dataset.n_train < M or split.test is SplitTest.split
     require(official, "split.test", split.test.value, f"split: {dataset.name} has no official test part")
-    train, test, group, groups = config.build(dataset, n, seed, split)
+    train, test, group, groups, names = config.build(dataset, n, seed, split)
     _refuse_empty(config.name, train, test)
-    out = Partition(*_cut_val(train, dataset.y, split, seed), test, group, groups, _seen(n, holdout_users, seed))
+    out = Partition(*_cut_val(train, dataset.y, split, seed), test, group, groups, _seen(n, holdout_users, seed), names)
     assert max(part.index.max(initial=-1) for part in (out.train, out.val, out.test)) < M, "index beyond the data"
     return out
 

@@ -30,6 +30,7 @@ class Dataset:
     scale: np.ndarray
     norm: str
     table2: tuple[int, int] | None  # (a, a_test) of the paper's split for these data
+    users: tuple[str, ...] = ()  # the data's own name of each user id
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,6 +45,7 @@ class Arrays(NamedTuple):
     n_train: int
     classes: tuple[str, ...]
     user: np.ndarray | None = None
+    users: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -101,7 +103,8 @@ def load(config: DatasetConfig, data_root: Path | str) -> Dataset:
     content = fingerprint(config, data_root)
     arrays = shared(config.name, content, lambda: config.read(Path(data_root).expanduser()))
     offset, scale = moments(arrays.x[: arrays.n_train], config.norm)
-    return Dataset(config.name, *arrays, content, offset, scale, config.norm, config.table2)
+    *stored, users = arrays
+    return Dataset(config.name, *stored, content, offset, scale, config.norm, config.table2, users)
 
 
 def moments(x: np.ndarray, norm: str) -> tuple[np.ndarray, np.ndarray]:

@@ -69,7 +69,7 @@ class ImageFolder(DatasetConfig):
         require(bool(found[0]), "dataset.path", self.path, f"at least one image in train/<class>/ (endings: {' '.join(sorted(IMAGES))})")
         entries, y = zip(*(pair for side in found for pair in side), strict=True)
         stats = [(entry.path, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries]
-        key = sha256(self.name, 1, str(base.resolve()), self.size, self.grayscale, stats)
+        key = sha256(self.name, 2, str(base.resolve()), self.size, self.grayscale, stats)
         return Tree(f"{self.name}-{key[:32]}", [entry.path for entry in entries], np.array(y, np.int64), len(found[0]), classes)
 
     def decode(self, tree: Tree) -> Arrays:
@@ -97,7 +97,7 @@ class ImageFolder(DatasetConfig):
             with Image.open(path) as image:
                 if image.mode[0] in "IF":
                     raise ValueError(f"mode {image.mode}; 8 bits a channel are needed")
-                grey = image.mode in ("1", "L", "LA") if self.grayscale == "auto" else bool(self.grayscale)
+                grey = _grey(image) if self.grayscale == "auto" else bool(self.grayscale)
                 image = image.convert("L" if grey else "RGB")
                 if self.size is not None:
                     image = image.resize(self.size[::-1], Image.Resampling.BILINEAR)
@@ -105,6 +105,14 @@ class ImageFolder(DatasetConfig):
         except Exception as error:  # decoders raise whatever they like on damaged files
             raise UserError("dataset.path", self.path, f"{path} cannot be decoded ({error}): replace or delete it") from error
         return pixels[None] if grey else pixels.transpose(2, 0, 1)
+
+
+def _grey(image: Any) -> bool:
+    """Whether all pixels are grey, however they are stored: a palette or three equal channels too."""
+    if image.mode in ("1", "L", "LA"):
+        return True
+    red, green, blue = (np.asarray(channel) for channel in image.convert("RGB").split())
+    return bool((red == green).all() and (green == blue).all())
 
 
 class Tree(NamedTuple):

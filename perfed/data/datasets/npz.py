@@ -17,7 +17,7 @@ from perfed.errors import UserError, require
 class Npz(DatasetConfig):
     """Arrays of one .npz file: ``x``, ``y``, and if there ``user`` and ``split`` (0 or "train", 1 or "test").
 
-    x [M, F] vectors, [M, H, W] or [M, C, H, W] images, or bytes [M, H, W, C] with C in {1, 3} where axis 1 is neither.
+    x [M, F] vectors, [M, H, W] or [M, C, H, W] images, or [M, H, W, C] with C in {1, 3} where axis 1 is neither.
     Bytes stay, all other numbers become float32. y and user: [M] integers or strings of any values, numbered in order.
     """
 
@@ -55,12 +55,12 @@ class Npz(DatasetConfig):
             if array.dtype.kind not in "iubU":
                 raise self.bad(f"{name} of integers or strings, not {array.dtype}")
         y, classes = _numbered(given["y"])
-        user = _numbered(given["user"])[0] if "user" in given else None
+        user, users = _numbered(given["user"]) if "user" in given else (None, ())
         test = self.test(given["split"]) if "split" in given else np.zeros(len(x), bool)
         order = np.argsort(test, kind="stable")
         if test.any():
             x, y, user = x[order], y[order], None if user is None else user[order]
-        return Arrays(x, y, int(len(x) - test.sum()), classes, user)
+        return Arrays(x, y, int(len(x) - test.sum()), classes, user, users)
 
     def pixels(self, x: np.ndarray) -> np.ndarray:
         if x.ndim not in (2, 3, 4) or x.dtype.kind not in "fiub":
@@ -72,7 +72,7 @@ class Npz(DatasetConfig):
                 x = x.astype(np.float32)
             if wrong := int(len(x) - np.isfinite(x).all(axis=tuple(range(1, x.ndim))).sum()):
                 raise self.bad(f"finite numbers; {wrong} of {len(x)} examples of x hold NaN, infinity or more than float32 can")
-        elif x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):
+        if x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):
             x = x.transpose(0, 3, 1, 2)
         return np.ascontiguousarray(x[:, None] if x.ndim == 3 else x)
 
@@ -80,7 +80,7 @@ class Npz(DatasetConfig):
         test = np.isin(split, ["test"] if split.dtype.kind == "U" else [1])
         train = np.isin(split, ["train"] if split.dtype.kind == "U" else [0])
         if not (test | train).all():
-            raise self.bad(f"split of 0 (or 'train') and 1 (or 'test'), not {split[~(test | train)][0]!r}")
+            raise self.bad(f"split of 0 (or 'train') and 1 (or 'test'), not {split[~(test | train)][0].item()!r}")
         if not train.any():
             raise self.bad("at least one train example (split 0)")
         return test
