@@ -44,7 +44,7 @@ def table(
     stated = [_stated([pivot.at(row, column) for row in pivot.rows], want) for column in pivot.columns]
     same = len({text for text in stated if text}) < 2
     shown = [name if same or not text else f"{name}\n{text}" for name, text in zip(heads, stated, strict=True)]
-    beside = want.measure.name in ("accuracy", "before") or want.measure.name.startswith("group:")
+    beside = _has_majority(pivot, want)
     rows: list[list[str | Cell]] = []
     notes: list[str] = []
     for row in pivot.rows:
@@ -73,6 +73,7 @@ def table(
         unit=want.measure.unit,
         seeds=counts,
         marks=_explained(want.measure, reference, margin),
+        scored=want.measure.scored,
     )
     return grid(columns, rows, caption, notes, len(pivot.heads()) + (reference is not None))
 
@@ -165,11 +166,19 @@ def _stated(cells: Sequence[Source], want: Asked) -> str:
     return " / ".join(models) + (f" of {' / '.join(rates)}" if rates else "")
 
 
+def _has_majority(pivot: Pivot, want: Asked) -> bool:
+    """Whether the majority class stands beside the cells. That of new users is not in older results."""
+    if want.measure.name == "new_users":
+        return any("majority_new" in run.result for run in pivot.runs)
+    return want.measure.name in ("accuracy", "before") or want.measure.name.startswith("group:")
+
+
 def _majority(cells: Sequence[Source], want: Asked) -> str:
     group = want.measure.name.removeprefix("group:") if want.measure.name.startswith("group:") else None
+    overall = "majority_new" if want.measure.name == "new_users" else "majority"
     found = []
     for run in {id(run): run for cell in cells for run in dict(cell.taken).values()}.values():
-        value = run.result.get("majority") if group is None else (run.result.get("majority_groups") or {}).get(group)
+        value = run.result.get(overall) if group is None else (run.result.get("majority_groups") or {}).get(group)
         found += [] if value is None else [value]
     if not found:
         return "-"

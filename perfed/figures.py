@@ -62,6 +62,11 @@ def _label(text: str) -> str:
     return " " + text
 
 
+def _over(seeds: int, interval: str) -> str:
+    """What a mean is over, and how its 95 % interval is drawn: ``mean over 3 seeds, 95 % band``."""
+    return f"mean over {seeds} seeds, 95 % {interval}" if seeds > 1 else "1 seed, no interval"
+
+
 def _inches(text: str, size: float) -> float:
     """Width of a line of text that is set in ``size`` points."""
     from matplotlib.font_manager import FontProperties
@@ -80,11 +85,16 @@ def _wrapped(text: str, inches: float, size: float, lines: int = 6) -> str:
     return _plain("\n".join(textwrap.wrap(text, letters, max_lines=lines, placeholder="…")))
 
 
+def _by_line(text: str, inches: float, size: float, lines: int = 6) -> str:
+    """:func:`_wrapped`, each line of the text by itself."""
+    return "\n".join(_wrapped(line, inches, size, lines) for line in text.split("\n"))
+
+
 def _figure(width: float, height: float, title: str) -> Figure:
-    """``height`` does not count the title's lines after the first."""
+    """``height`` does not count the title's lines after the first. Each line of the title is wrapped by itself."""
     from matplotlib.figure import Figure
 
-    title = _wrapped(title, width - 0.2, 10)
+    title = _by_line(title, width - 0.2, 10)
     figure = Figure(figsize=(width, height + 0.17 * title.count("\n")), dpi=DPI, layout="constrained")
     if title:
         figure.suptitle(title, fontsize=10)
@@ -184,7 +194,7 @@ def lines(
         ax.set_xlabel(_wrapped(xlabels[panel], room, 10, lines=3))
         _number(ax, x[(frame["panel"] == panel).to_numpy() & good], panel in log)
     for ax in axes[::columns]:
-        ax.set_ylabel(_wrapped(ylabel, 2.8, 10, lines=3))
+        ax.set_ylabel(_by_line(ylabel, 2.8, 10, lines=3))
     for ax in axes[len(panels) :]:
         ax.remove()
     pad = 0.05 * (max(seen) - min(seen)) + 0.5
@@ -225,12 +235,18 @@ def _number(ax: Any, x: np.ndarray, log: bool) -> None:
 
 
 def learning_curve(
-    rounds: DataFrame, path: Path | str, title: str = "", *, majority: float | None = None, diverged: Collection[int] = ()
+    rounds: DataFrame,
+    path: Path | str,
+    title: str = "",
+    *,
+    majority: float | None = None,
+    diverged: Collection[int] = (),
+    primary: Mapping[str, Any] | None = None,
 ) -> None:
-    """Accuracy in % against rounds, one line per judged model and steps (and for new users): mean over seeds with its 95 % t-band.
+    """Accuracy in % against rounds, the lines of :func:`shown_curves`: mean over seeds with its 95 % t-band.
 
-    ``rounds`` is rounds.csv. Seeds that diverged, have a non-finite accuracy or lack a round are left out, which the title says. Raises
-    ValueError when none is left.
+    ``rounds`` is rounds.csv. Seeds that diverged, have a non-finite accuracy or lack a round are left out, which the title says, as it does
+    of lines. Raises ValueError when no seed is left.
     """
     import pandas as pd
 
@@ -238,14 +254,25 @@ def learning_curve(
     if not good:
         raise ValueError("no seed has a whole learning curve")
     lost = count - len(good)
-    kinds = rounds[["seen", "model", "steps"]].drop_duplicates().sort_values(["seen", "model", "steps"], ascending=[False, True, False])
+    shown, others = shown_curves(rounds, primary)
     parts = []
-    for known, model, steps in kinds.itertuples(index=False):
+    for known, model, steps in shown:
         mine = rounds[(rounds["seen"] == known) & (rounds["model"] == model) & (rounds["steps"] == steps) & rounds["seed"].isin(good)]
-        parts.append(curve(mine, ("" if known else "new users: ") + judged(model, int(steps))))
-    ylabel = f"accuracy, %{f' ({len(good)} seeds, 95 % band)' if len(good) > 1 else ''}"
+        parts.append(curve(mine, ("" if known else "new users: ") + judged(model, steps)))
+    ylabel = f"accuracy, %\n({_over(len(good), 'band')})"
     note = f" ({lost} of {count} seeds left out)" if lost else ""
+    note += f"\n{len(shown)} of {len(shown) + others} curves; the others are in rounds.csv" if others else ""
     lines(pd.concat(parts), path, title + note, xlabels={"": "round"}, ylabel=ylabel, majority=majority)
+
+
+def shown_curves(rounds: DataFrame, primary: Mapping[str, Any] | None = None) -> tuple[list[tuple[bool, str, int]], int]:
+    """(seen, model, steps) of the lines of :func:`learning_curve`, and how many other curves rounds.csv holds: each judged model before
+    adaptation and after the primary number of steps, new users for the primary model alone. ``primary``: model and steps, as in
+    result.json; default: the first model and the most steps."""
+    model, steps = (primary["model"], primary["steps"]) if primary else (rounds["model"].iloc[0], rounds["steps"].max())
+    kinds = rounds[["seen", "model", "steps"]].drop_duplicates().sort_values(["seen", "model", "steps"], ascending=[False, True, False])
+    shown = [(bool(seen), name, int(j)) for seen, name, j in kinds.itertuples(index=False) if j in (0, steps) and (seen or name == model)]
+    return shown, len(kinds) - len(shown)
 
 
 def whole_seeds(rounds: DataFrame, diverged: Collection[int] = ()) -> tuple[list[int], int]:
@@ -264,13 +291,18 @@ def curve(rounds: DataFrame, line: str, panel: str = "") -> DataFrame:
 
 
 def per_user(users: DataFrame, path: Path | str, title: str = "", *, model: str | None = None, steps: int | None = None) -> None:
-    """Accuracy of every user before and after adaptation, mean over seeds, sorted within his group by the accuracy after.
+    """Accuracy of every user before and after adaptation, mean over the seeds in which he was seen in training, sorted within his group by
+    the accuracy after. New users are left out, which the title says.
 
     ``users`` is users.csv; without ``model`` and ``steps`` the first judged model and its largest number of steps. A user whose group
     changes with the seed counts in each of them. More than GROUP_COLUMNS groups share one panel.
     """
     model = users["model"].iloc[0] if model is None else model
-    mine = users[users["model"] == model]
+    seeds = users["seed"].nunique()
+    if new := len(users.loc[~users["seen"], ["seed", "user"]].drop_duplicates()):
+        over = "; a point is the mean over the seeds in which its user took part" if seeds > 1 else ""
+        title += f"\nusers seen in training; new users ({new / seeds:.3g}{' a seed' if seeds > 1 else ''}) are left out{over}"
+    mine = users[(users["model"] == model) & users["seen"]]
     after = int(mine["steps"].max()) if steps is None else steps
     before = int(mine["steps"].min())
     mine = mine.assign(accuracy=100 * mine["correct"] / mine["n_test"])
@@ -278,7 +310,6 @@ def per_user(users: DataFrame, path: Path | str, title: str = "", *, model: str 
     if len(names) > GROUP_COLUMNS:
         mine, names = mine.assign(group="all users"), ["all users"]
     mean = mine.groupby(["group", "user", "steps"])["accuracy"].mean().unstack("steps")
-    seeds = mine["seed"].nunique()
     counts = [max(len(mean.loc[name]), 4) for name in names]
     shares = [max(count, sum(counts) / 6) for count in counts]
     figure = _figure(max(6.4, 2.2 * len(names)), 4.2, title)
@@ -298,7 +329,8 @@ def per_user(users: DataFrame, path: Path | str, title: str = "", *, model: str 
         every = next(step for step in (1, 2, 5, 10, 20, 50, 100, len(group)) if len(group) / step <= max(1, min(8, int(2.5 * room))))
         ax.set_xticks(range(every, len(group) + 1, every))
         ax.set_xlim(0.3, len(group) + 0.7)
-    axes[0].set_ylabel(f"accuracy, %{f' (mean over {seeds} seeds)' if seeds > 1 else ''}")
+    over = f"mean over {'up to ' if new else ''}{seeds} seeds" if seeds > 1 else "1 seed"
+    axes[0].set_ylabel(f"accuracy of a user, %\n({over})")
     _finish(figure, axes)
     _save(figure, path)
 
@@ -360,15 +392,16 @@ def _key(ax: Any, majority: float | None) -> None:
 
 
 def heat_map(counts: Any, rows: Sequence[str], classes: Sequence[str], path: Path | str, title: str = "") -> None:
-    """Examples per row (user group or user) and class, as the paper's Table 2; ``counts`` is [rows, classes]. Up to NUMBERED rows and
-    columns show their numbers."""
+    """Train examples a user, by row (user group or user) and class, as the paper's Table 2; ``counts`` is [rows, classes]. Up to NUMBERED
+    rows and columns show their numbers."""
     counts = np.asarray(counts)
+    texts = [[count_text(count) for count in row] for row in counts.tolist()]
     assert counts.shape == (len(rows), len(classes)), (counts.shape, len(rows), len(classes))
     numbered = max(counts.shape) <= NUMBERED
     sizes = {"x": 8 if len(classes) <= NUMBERED else 6, "y": 8 if len(rows) <= NUMBERED else 6}
     names = {axis: [_wrapped(name, 2.5, sizes[axis], lines=1) for name in of] for axis, of in (("x", classes), ("y", rows))}
     widest = {axis: max(_inches(name, 8) for name in of) for axis, of in names.items()}
-    cell = max(0.45, 0.1 * len(f"{counts.max(initial=0)}") + 0.16) if numbered else 0.1
+    cell = max(0.45, 0.1 * max((len(text) for row in texts for text in row), default=0) + 0.16) if numbered else 0.1
     slant = len(classes) > NUMBERED or widest["x"] > 0.9 * cell
     width = min(16.0, max(5.0, cell * len(classes) + 1.4 + widest["y"]))
     figure = _figure(width, min(16.0, max(1.9, 0.34 * len(rows) + 1.3)) + slant * widest["x"], title)
@@ -384,14 +417,21 @@ def heat_map(counts: Any, rows: Sequence[str], classes: Sequence[str], path: Pat
     if numbered:
         for (i, j), count in np.ndenumerate(counts):
             dark = count > 0.55 * max(1, counts.max(initial=0))
-            ax.text(j, i, f"{count}", ha="center", va="center", fontsize=8, color="white" if dark else "0.6" if count == 0 else "black")
-    figure.colorbar(image, ax=ax, label="examples", fraction=0.05, pad=0.02)
+            ax.text(j, i, texts[i][j], ha="center", va="center", fontsize=8, color="white" if dark else "0.6" if count == 0 else "black")
+    figure.colorbar(image, ax=ax, label="train examples a user", fraction=0.05, pad=0.02)
     _save(figure, path)
 
 
-def adaptation_curve(cells: Sequence[Mapping[str, Any]], path: Path | str, title: str = "", *, majority: float | None = None) -> None:
+def count_text(count: float) -> str:
+    """A mean number of examples: ``34``, ``9.75``."""
+    return f"{count:.2f}".rstrip("0").rstrip(".")
+
+
+def adaptation_curve(
+    cells: Sequence[Mapping[str, Any]], path: Path | str, title: str = "", *, majority: float | None = None, lr: float | None = None
+) -> None:
     """Accuracy in % against the number of adaptation steps, with the 95 % intervals of the cells (result.json). Cells without a mean are
-    left out.
+    left out. ``lr``: the size of a step; None: the method's own.
 
     Raises ValueError when no cell has a mean.
     """
@@ -410,7 +450,10 @@ def adaptation_curve(cells: Sequence[Mapping[str, Any]], path: Path | str, title
         ax.errorbar([cell["steps"] for cell in line], mean, yerr=half if any(half) else None, capsize=3, label=_label(label), **style(i))
     if majority is not None:
         ax.axhline(100 * majority, **BASELINE)
-    ax.set(xlabel="adaptation steps", ylabel="accuracy, %")
+    seeds = max(len(cell["per_seed"]) for line in found.values() for cell in line)
+    size = "the method's own size" if lr is None else f"size {lr:g}"
+    ax.set_xlabel(f"adaptation steps of {size}")
+    ax.set_ylabel(f"accuracy, %\n({_over(seeds, 'interval')})")
     ax.xaxis.get_major_locator().set_params(integer=True)
     _finish(figure, ax)
     _save(figure, path)

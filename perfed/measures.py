@@ -23,7 +23,8 @@ Judged = tuple[str, int]
 @dataclass(frozen=True)
 class Measure:
     """``of(run, judged)`` -> seed -> number. ``what`` and ``unit`` go into the caption; ``better`` +1, -1, or 0 for a number that is not
-    compared; ``scale`` 100 shows a share in percent. Without ``interval`` seeds do not vary by chance, and a cell shows the mean alone."""
+    compared; ``scale`` 100 shows a share in percent. Without ``interval`` seeds do not vary by chance, and a cell shows the mean alone.
+    ``scored``: how users are scored, where that is not as the protocol says."""
 
     name: str
     what: str
@@ -34,6 +35,7 @@ class Measure:
     digits: int = 2
     interval: bool = True
     lacking: str = "not measured"
+    scored: str = ""
 
     def text(self, mean: float, half_width: float | None, sign: bool = False) -> str:
         """``92.13 ± 0.45``; ``92.13 (n/a)`` for one seed; a count that is the same for all seeds stands alone."""
@@ -156,6 +158,7 @@ def _seconds(run: Run, want: Judged) -> dict[str, float]:
 
 
 MEAN = "of the unweighted mean over users"
+VALIDATION = "each step on train data of the user, scored on all his validation data, unweighted mean over users"
 COUNT = {"better": 0, "scale": 1.0, "digits": 0}
 MEASURES: dict[str, Measure] = {
     m.name: m
@@ -169,7 +172,7 @@ MEASURES: dict[str, Measure] = {
         Measure("loss", "Mean loss on the scored data", MEAN, _means("loss"), better=-1, scale=1.0, digits=4),
         Measure("new_users", "Accuracy in percent of users that took no part in training", MEAN, _new, lacking="no user was held out"),
         Measure("val_accuracy", "Accuracy in percent on the validation data, after the last round", MEAN, _last("val_accuracy", True),
-                lacking="no validation data (split.val=0)"),
+                lacking="no validation data (split.val=0)", scored=VALIDATION),
         Measure("grad_evals", "Gradient evaluations of all users together", "of the count", _last("grad_evals"), **COUNT),
         Measure("hvps", "Hessian-vector products of all users together", "of the count", _last("hvps"), **COUNT),
         Measure("floats_up", "Floats that all users sent", "of the count", _last("floats_up"), **COUNT),

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from perfed import compare, figures, folders, measures, power, results, tables, views
 from perfed.errors import UserError, nearest, require, show
 from perfed.folders import find
-from perfed.pivot import Pivot, arrange
+from perfed.pivot import Pivot, arrange, asked, pairs_of_users
 from perfed.results import Run
 
 __all__ = ["find", "main", "write_report"]
@@ -37,9 +37,9 @@ def write_report(folder: Path | str, pictures: bool = True) -> list[str]:
         _what(run.result),
         "## Result\n\n" + tables.markdown(tables.run_table(run.result)),
         "## Costs\n\n" + tables.markdown(costs_table(run.result)) + _hf_error(run),
-        *_partition(run.result),
+        *_partition(run.result, pictures),
         ("## Pictures\n\nEach also as PDF, under the same name.\n\n" if pictures else "No pictures (pictures=false).\n")
-        + "".join(f"![{alt}]({name})\n\n" for name, alt in drawn.items())
+        + "".join(f"{part}\n\n" for name, (alt, note) in drawn.items() for part in (f"![{alt}]({name})", note) if part)
         + "".join(f"{line}\n" for line in problems),
         *_provenance(run),
     ]
@@ -47,42 +47,61 @@ def write_report(folder: Path | str, pictures: bool = True) -> list[str]:
     return problems
 
 
-def _pictures(run: Run) -> tuple[dict[str, str], list[str]]:
-    """File name -> description of those that could be drawn, and a line for each that could not."""
+def _pictures(run: Run) -> tuple[dict[str, tuple[str, str]], list[str]]:
+    """File name -> description, and what is to be said below, of those that could be drawn; and a line for each that could not."""
     result, folder = run.result, run.folder
     title = f"{result['algo']}, {result['dataset']}, {result['partition']}, {result['model']}; protocol {result['protocol']}"
     diverged = [int(seed) for seed in result["diverged"]]
     known = [cell for cell in result["cells"] if cell["seen"]]
-    jobs: dict[str, tuple[str, Callable[[Path], None]]] = {}
+    jobs: dict[str, tuple[str, str, Callable[[Path], None]]] = {}
+    baseline = "" if len(known) == len(result["cells"]) else "The line of the majority class is that of the users seen in training."
     if len(diverged) < len(result["seeds"]):
         users = run.users[~run.users["seed"].isin(diverged)]
         want = result["primary"]
         jobs["learning_curve.png"] = (
             "accuracy against rounds",
-            lambda path: figures.learning_curve(run.rounds, path, title, majority=result.get("majority"), diverged=diverged),
+            " ".join(filter(None, [_left_out(run), baseline])),
+            lambda path: figures.learning_curve(run.rounds, path, title, majority=result.get("majority"), diverged=diverged, primary=want),
         )
         jobs["per_user.png"] = (
-            "accuracy of every user",
+            f"accuracy of every user seen in training, {tables.judged(want['model'], want['steps'])}",
+            "",
             lambda path: figures.per_user(users, path, title, model=want["model"], steps=want["steps"]),
         )
     if not diverged and len({cell["steps"] for cell in known}) > 2:
         jobs["adaptation.png"] = (
             "accuracy against adaptation steps",
-            lambda path: figures.adaptation_curve(result["cells"], path, title, majority=result.get("majority")),
+            baseline,
+            lambda path: figures.adaptation_curve(result["cells"], path, title, majority=result.get("majority"), lr=result.get("adapt_lr")),
         )
     if counts := result.get("partition_counts"):
         jobs["partition.png"] = (
-            "examples per group and class",
-            lambda path: figures.heat_map(counts["counts"], counts["rows"], counts["classes"], path, title.split("; ")[0]),
+            _counted(result),
+            "",
+            lambda path: figures.heat_map(
+                counts["counts"], counts["rows"], counts["classes"], path, f"{result['dataset']}, {result['partition']}\n{_counted(result)}"
+            ),
         )
     drawn, problems = {}, []
-    for name, (alt, draw) in jobs.items():
+    for name, (alt, note, draw) in jobs.items():
         try:
             draw(folder / name)
-            drawn[name] = alt
+            drawn[name] = alt, note
         except Exception as error:  # a picture must not cost the numbers; the report and the caller say what failed
             problems.append(f"{name} could not be drawn: {type(error).__name__}: {' '.join(str(error).split())}")
     return drawn, problems
+
+
+def _left_out(run: Run) -> str:
+    """A sentence on the curves of rounds.csv that the picture does not show, or nothing."""
+    want = run.result["primary"]
+    shown, others = figures.shown_curves(run.rounds, want)
+    if not others:
+        return ""
+    new = "" if all(seen for seen, _, _ in shown) else f", new users for the model {want['model']} alone"
+    after = f" and {tables.judged('', want['steps'])[2:]}" if want["steps"] else ""
+    count = f"{len(shown)} of {len(shown) + others} curves"
+    return f"Shown are {count}: each judged model before adaptation{after}{new}. All are in rounds.csv."
 
 
 def _what(result: Mapping[str, Any]) -> str:
@@ -118,12 +137,28 @@ def _hf_error(run: Run) -> str:
     )
 
 
-def _partition(result: Mapping[str, Any]) -> list[str]:
+def _partition(result: Mapping[str, Any], pictures: bool) -> list[str]:
+    """The count table, or why there is none."""
     counts = result.get("partition_counts")
-    if not counts or max(len(counts["rows"]), len(counts["classes"])) > figures.NUMBERED:
+    if not counts:
         return []
-    rows = [[name, *map(str, row)] for name, row in zip(counts["rows"], counts["counts"], strict=True)]
-    return ["## Partition: examples per group and class\n\n" + tables.markdown(tables.grid(["group", *counts["classes"]], rows))]
+    head, said, classes = "## Partition: train examples a user\n\n", _counted(result), counts["classes"]
+    if len(classes) > figures.NUMBERED:
+        return [f"{head}No table: {len(classes)} classes are too many{'; see partition.png' if pictures else ''}.\n"]
+    rows = [[name, *map(figures.count_text, row)] for name, row in zip(counts["rows"], counts["counts"], strict=True)]
+    return [head + tables.markdown(tables.grid(["train examples a user", *classes], rows, f"{said[0].upper()}{said[1:]}."))]
+
+
+def _counted(result: Mapping[str, Any]) -> str:
+    """What the numbers of the count table are. Older results have it with all rows only."""
+    counts, digests = result["partition_counts"], list((result.get("partition_digest") or {}).values())
+    shown = len(counts["rows"])
+    many = counts.get("of", shown)
+    mean = "" if many == result.get("n") else " (mean over the users of the row)"
+    which = "all seeds" if len(digests) > 1 and len(set(digests)) == 1 else f"seed {result['seeds'][0]}"
+    if result.get("partition_seed") is not None:
+        which = f"partition_seed={result['partition_seed']}"
+    return f"train examples a user{mean}, {which}{f'; first {shown} of {many} rows' if many > shown else ''}"
 
 
 def _provenance(run: Run) -> list[str]:
@@ -320,11 +355,25 @@ def _scatter(options: argparse.Namespace) -> str:
     panels = views.scatter(pivot, model=options.model, steps=options.steps)
     result = pivot.runs[0].result
     title = f"Users against themselves under local training; {result['dataset']}, {result['partition']}, protocol {result['protocol']}"
+    title += f"\na point is one user in one seed ({_numbers(pivot, options)}), no interval"
     try:
         figures.user_scatter(panels, path, title)
     except OSError as error:
         raise UserError("scatter", options.scatter, f"cannot be written: {error.strerror}") from None
     return f"{path} and {path.with_suffix('.pdf').name}: {len(panels)} method{'s' if len(panels) > 1 else ''} against local"
+
+
+def _numbers(pivot: Pivot, options: argparse.Namespace) -> str:
+    """``5 seeds of 50 users``: what the panels of the picture show; ``3 to 5 seeds`` where they differ."""
+    want = asked("accuracy", pivot.runs, options.model, options.steps)
+    others = [(cell, pivot.beside(row, column, "local")) for row, column, cell in pivot.each()]
+    pairs = [pairs_of_users(cell, other, want)[0] for cell, other in others if other is not None and other is not cell]
+    return f"{_span([len(p) for p in pairs if p], 'seed')} of {_span([len(users) for p in pairs for users in p.values()], 'user')}"
+
+
+def _span(counts: Sequence[int], what: str) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low if low == high else f'{low} to {high}'} {what}{'s' if high != 1 else ''}"
 
 
 def _prune(options: argparse.Namespace, passed: list[str]) -> list[tables.Grid]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from perfed import stats, tree
+from perfed import results, stats, tree
 from perfed.config import Config
 from perfed.config import version as perfed_version
 from perfed.data.datasets import Dataset
@@ -55,13 +55,15 @@ def primary(prepared: Prepared, models: tuple[str, ...]) -> dict[str, Any]:
 
 
 def user_rows(prepared: Prepared, scores: Scores, times_sampled: np.ndarray) -> list[dict[str, Any]]:
-    """The rows of users.csv. ``n_test`` counts the scored examples; ``correct`` is a mean over the protocol's repeats."""
+    """The rows of users.csv. ``n_test`` counts the scored examples; ``correct`` is a mean over the protocol's repeats. ``name``, the data's
+    own name of the user, is there where the data have such."""
     rows = []
     for s, (seed, part) in enumerate(zip(prepared.config.seed_values, prepared.partitions, strict=True)):
         for u in range(part.n):
             fixed = {
                 "seed": seed,
                 "user": u,
+                **({"name": part.names[u]} if part.names else {}),
                 "group": part.groups[part.group[u]],
                 "seen": bool(part.seen[u]),
                 "times_sampled": int(times_sampled[s, u]),
@@ -74,6 +76,12 @@ def user_rows(prepared: Prepared, scores: Scores, times_sampled: np.ndarray) -> 
                     correct = round(float(scores.correct[s, u, j, i] * scores.n_scored[s, u]), 9)  # of a share: a count, but for round-off
                     rows.append({**fixed, "model": model, "steps": steps, "correct": correct, "loss": float(scores.loss[s, u, j, i])})
     return rows
+
+
+def write_users(folder: Path, prepared: Prepared, scores: Scores, times_sampled: np.ndarray) -> None:
+    """users.csv."""
+    rows = user_rows(prepared, scores, times_sampled)
+    results.write_csv(folder / "users.csv", rows, list(dict.fromkeys([*results.USERS, *rows[0]])))
 
 
 def cells(prepared: Prepared, scores: Scores, diverged: dict[str, int]) -> list[dict[str, Any]]:
@@ -115,17 +123,31 @@ def integers(counts: np.ndarray) -> np.ndarray:
     return counts.astype(np.int64) if (counts == np.rint(counts)).all() else counts
 
 
-def _majority(prepared: Prepared) -> tuple[float, dict[str, float]]:
-    """Mean over seeds and seen users of the majority-class accuracy, and the same by group."""
+def _majority(prepared: Prepared) -> dict[str, Any]:
+    """``majority``: mean over seeds and seen users of the majority-class accuracy; ``majority_groups``: the same by group. Where users were
+    held out, both of them too, under ``..._new``."""
     y, classes = prepared.dataset.y, len(prepared.dataset.classes)
     shares = [p.majority(y, classes) for p in prepared.partitions]
-    overall = float(np.mean([a[p.seen].mean() for a, p in zip(shares, prepared.partitions, strict=True)]))
-    groups = {}
-    for g, name in enumerate(prepared.partitions[0].groups):
-        inside = [a[p.seen & (p.group == g)] for a, p in zip(shares, prepared.partitions, strict=True)]
-        if all(len(x) for x in inside):
-            groups[name] = float(np.mean([x.mean() for x in inside]))
-    return overall, groups
+    found: dict[str, Any] = {}
+    for seen, end in ((True, ""), (False, "_new")):
+        masks = [p.seen == seen for p in prepared.partitions]
+        if not any(mask.any() for mask in masks):
+            continue
+        found["majority" + end] = float(np.mean([a[mask].mean() for a, mask in zip(shares, masks, strict=True) if mask.any()]))
+        groups = found["majority_groups" + end] = {}
+        for g, name in enumerate(prepared.partitions[0].groups):
+            inside = [a[mask & (p.group == g)] for a, mask, p in zip(shares, masks, prepared.partitions, strict=True)]
+            if all(len(x) for x in inside):
+                groups[name] = float(np.mean([x.mean() for x in inside]))
+    return found
+
+
+def _partition_counts(prepared: Prepared) -> dict[str, Any]:
+    """The first SHOWN_ROWS rows of the count table of the first seed: train examples a user, mean over the users of a row. ``of``: how many
+    rows there are."""
+    names, counts = prepared.partitions[0].table(prepared.dataset.y, len(prepared.dataset.classes))
+    shown = integers(counts[:SHOWN_ROWS]).tolist()
+    return {"rows": names[:SHOWN_ROWS], "of": len(names), "classes": list(prepared.dataset.classes), "counts": shown}
 
 
 def _selected(prepared: Prepared, rows: list[dict[str, Any]], models: tuple[str, ...]) -> dict[str, Any]:
@@ -155,8 +177,6 @@ def summary(prepared: Prepared, fed: Federation, scores: Scores, rows: list[dict
     """result.json: nothing in it depends on the clock, the machine or the folder."""
     config = prepared.config
     diverged = {str(seed): int(k) for seed, k in zip(config.seed_values, fed.diverged.tolist(), strict=True) if k >= 0}
-    majority, majority_groups = _majority(prepared)
-    names, counts = prepared.partitions[0].table(prepared.dataset.y, len(prepared.dataset.classes))
     price = fed.price()
     visits = max(1, fed.costs[0].user_rounds)
     counted = {"grad_evals": "grads", **{key: key for key in ("hvps", "losses", "full_passes", "floats_down", "floats_up")}}
@@ -175,8 +195,7 @@ def summary(prepared: Prepared, fed: Federation, scores: Scores, rows: list[dict
         "seeds": list(config.seed_values),
         "diverged": diverged,
         "cells": cells(prepared, scores, diverged),
-        "majority": majority,
-        "majority_groups": majority_groups,
+        **_majority(prepared),
         "best_on_validation": _selected(prepared, rows, scores.models) if rows and prepared.config.split.val > 0 and not diverged else None,
         "cold_start": config.algo.cold_start,
         "sampled_users_alone": _sampled_alone(prepared, scores, fed.times_sampled, diverged),
@@ -190,9 +209,7 @@ def summary(prepared: Prepared, fed: Federation, scores: Scores, rows: list[dict
         "partition_digest": {str(s): p.digest() for s, p in zip(config.seed_values, prepared.partitions, strict=True)},
         "data": prepared.dataset.fingerprint,
         "norm": prepared.dataset.norm,
-        "partition_counts": {"rows": names, "classes": list(prepared.dataset.classes), "counts": integers(counts).tolist()}
-        if len(names) <= SHOWN_ROWS
-        else None,
+        "partition_counts": _partition_counts(prepared),
     }
 
 

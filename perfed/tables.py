@@ -179,8 +179,8 @@ def run_table(result: Mapping[str, Any]) -> Grid:
     names = list(dict.fromkeys(name for cell in result["cells"] for name in cell.get("groups") or {}))
     groups = names if 1 < len(names) <= GROUP_COLUMNS else []
     lr = result.get("adapt_lr")
-    rows: list[list[str]] = []
-    for cell in sorted(result["cells"], key=lambda cell: not cell["seen"]):
+    rows: dict[bool, list[list[str]]] = {True: [], False: []}  # of users seen in training, of new ones
+    for cell in result["cells"]:
         row = [("" if cell["seen"] else "new users: ") + judged(cell["model"], cell["steps"])]
         row.append("-" if cell["steps"] == 0 else "own" if lr is None else f"{lr:g}")
         if diverged:
@@ -190,25 +190,32 @@ def run_table(result: Mapping[str, Any]) -> Grid:
             row.append(accuracy_text(cell["mean"], cell["half_width"]))
             row += [percent((cell.get("groups") or {}).get(name)) for name in groups]
             row.append(percent(low) if floor is None else f"{percent(low)} ({percent(floor)})")
-        rows.append(row)
-    shares = result.get("majority_groups") or {}
-    rows.append(["majority class", "-", percent(result.get("majority")), *(percent(shares.get(name)) for name in groups), "-"])
+        rows[cell["seen"]].append(row)
+    rows[True].append(_majority_row("majority class", result.get("majority"), result.get("majority_groups"), groups))
+    if rows[False] and "majority_new" in result:  # older results lack it
+        rows[False].append(_majority_row("majority class, new users", result["majority_new"], result.get("majority_groups_new"), groups))
+    which = judged(result["primary"]["model"], result["primary"]["steps"])
     notes = [f"DIVERGED: seed {seed} at round {k}." for seed, k in result["diverged"].items()]
     if alone := result.get("sampled_users_alone"):
-        count, which = sum(result["never_sampled"]) / seeds, judged(result["primary"]["model"], result["primary"]["steps"])
+        count = f"{sum(result['never_sampled']) / seeds:.3g}"
         notes.append(
-            f"{count:.3g} users a seed were never sampled; for them {result['cold_start']} is judged. "
-            f"{which}, without them: {accuracy_text(alone['mean'], alone['half_width'])}."
+            f"{count} {'user a seed was' if count == '1' else 'users a seed were'} never sampled; there {result['cold_start']} is judged. "
+            f"{which}, over the sampled users alone: {accuracy_text(alone['mean'], alone['half_width'])}."
         )
     if not all(cell["seen"] for cell in result["cells"]):
         notes.append(f"New users took no part in training; {result.get('cold_start', 'the global model')} is judged for them.")
     if best := result.get("best_on_validation"):
         rounds = ", ".join(map(str, best["rounds"]))
-        notes.append(f"Best on validation (rounds {rounds}): {accuracy_text(best['mean'], best['half_width'])} on test data.")
+        many = "rounds" if len(best["rounds"]) > 1 else "round"
+        notes.append(f"Best on validation, {which} ({many} {rounds}): {accuracy_text(best['mean'], best['half_width'])} on test data.")
     if len(names) > GROUP_COLUMNS:
         notes.append(f"{len(names)} user groups: see users.csv.")
     columns = ["judged model", "step size", "accuracy % ± 95 % CI", *groups, "worst 10 % (floor)"]
-    return grid(columns, rows, _run_caption(result, seeds), notes)
+    return grid(columns, rows[True] + rows[False], _run_caption(result, seeds), notes)
+
+
+def _majority_row(name: str, overall: float | None, shares: Mapping[str, float] | None, groups: Sequence[str]) -> list[str]:
+    return [name, "-", percent(overall), *(percent((shares or {}).get(group)) for group in groups), "-"]
 
 
 def _run_caption(result: Mapping[str, Any], seeds: int) -> str:
@@ -230,11 +237,15 @@ def _protocol(result: Mapping[str, Any]) -> str:
 
 
 def _redraws(result: Mapping[str, Any]) -> str:
-    """What differs between seeds. A ``partition_seed``, ``init_seed`` or ``sampling_seed`` that is set is the same for all."""
-    fixed = [text for key, text in CHANCE.items() if result.get(key) is not None]
-    free = [text for key, text in CHANCE.items() if result.get(key) is None]
+    """What differs between seeds. A ``partition_seed``, ``init_seed`` or ``sampling_seed`` that is set is the same for all, and so is
+    a partition of which all seeds have the same (one file, or all of the data's own users)."""
+    digests = list(result.get("partition_digest", {}).values())
+    alike = len(digests) > 1 and len(set(digests)) == 1
+    held = {key: result.get(key) is not None or (alike and key == "partition_seed") for key in CHANCE}
+    fixed, free = ([text for key, text in CHANCE.items() if held[key] is wanted] for wanted in (True, False))
     drawn = (", ".join(free) if "sampling" in free[-1] else " and ".join(free)) if free else "nothing"
-    return f"a seed redraws {drawn}; the pool of images{''.join(', the ' + text for text in fixed)} is fixed"
+    kept = ["the pool of images", *(f"the {text}" for text in fixed)]
+    return f"a seed redraws {drawn}; {', '.join(kept[:-1])}{' and ' * (len(kept) > 1)}{kept[-1]} {'are' if len(kept) > 1 else 'is'} fixed"
 
 
 def primary(result: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -252,11 +263,12 @@ def sweep_caption(
     unit: str = "of the unweighted mean over users",
     seeds: Sequence[int] = (),
     marks: str | None = None,
+    scored: str = "",
 ) -> str:
     """What the cells are: interval, protocol, what a seed redraws, and whether the steps were chosen (``tuned``: on validation data).
 
     ``seeds``: how many each cell has, default: each run. ``unit`` "": there is no interval. ``marks``: a sentence, default: bold and † of
-    rows; "" where no cell is marked.
+    rows; "" where no cell is marked. ``scored``: stands for the text of the protocol where cells are not scored as that says.
     """
     if not runs:
         return ""
@@ -267,6 +279,8 @@ def sweep_caption(
     result = dict(runs[0].result)
     if len({run.result.get("protocol_text") for run in runs}) > 1:  # the adaptation batch is a setting of the rows
         del result["protocol_text"]
+    if scored:
+        result["protocol_text"] = scored
     chance = {_redraws(run.result) for run in runs}
     if marks is None:
         marks = BOLD_OF_ROW

@@ -48,14 +48,15 @@ def rounds_csv(seeds=5, rounds=20, steps=(0, 1), value=None, new_users=False):
     return pd.DataFrame(rows)
 
 
-def users_csv(n=20, seeds=3, groups=("classes 0-4", "classes 5-9: pairs"), value=None, steps=(0, 1)):
+def users_csv(n=20, seeds=3, groups=("classes 0-4", "classes 5-9: pairs"), value=None, steps=(0, 1), new=0):
+    """``new``: in seed s the users s to s + new - 1 are new ones."""
     rng, rows = np.random.default_rng(1), []
     for seed in range(seeds):
         for user in range(n):
             for step in steps:
                 correct = 25 * (min(1, 0.5 + 0.2 * step + rng.uniform(0, 0.3)) if value is None else value)
                 row = {"seed": seed, "user": user, "group": groups[user * len(groups) // n], "model": "global", "steps": step}
-                rows.append({**row, "correct": correct, "n_test": 25})
+                rows.append({**row, "seen": not 0 <= user - seed < new, "correct": correct, "n_test": 25})
     return pd.DataFrame(rows)
 
 
@@ -76,7 +77,8 @@ def against(names, groups=2, users=40, value=None):
 
 
 def cell(model, steps, mean, half=0.03, seen=True):
-    return {"model": model, "steps": steps, "mean": mean, "half_width": half, "seen": seen}
+    per_seed = {"0": mean} if half is None else {"0": mean - 0.01, "1": mean + 0.01}
+    return {"model": model, "steps": steps, "mean": mean, "half_width": half, "seen": seen, "per_seed": per_seed}
 
 
 def broken(frame, lines, after=300):
@@ -116,6 +118,7 @@ CASES = {
     "users-200": lambda p: figures.per_user(users_csv(200), p, "two hundred users"),
     "users-6-long-groups": lambda p: figures.per_user(users_csv(200, groups=[f"{k}: {LONG}" for k in range(6)]), p, LONG * 2),
     "users-unequal-groups": lambda p: figures.per_user(users_csv(60, groups=["a"] * 57 + ["b", "c", "d"]), p),
+    "users-new": lambda p: figures.per_user(users_csv(new=4), p, "perfedavg_hf, mnist5k, table2, mlp; protocol clean"),
     "users-0-%": lambda p: figures.per_user(users_csv(value=0.0), p, "all wrong"),
     "spread": lambda p: figures.distributions(spread(METHODS[:6]), p, "mnist5k, table2, tau=10", majority=0.5),
     "spread-27-long": lambda p: figures.distributions(spread([m + LONG for m in METHODS]), p, LONG * 3, majority=0.5),
@@ -127,7 +130,7 @@ CASES = {
     ),
     "scatter": lambda p: figures.user_scatter(against(METHODS[:4]), p, "Users against themselves under local training; mnist5k"),
     "scatter-27-long": lambda p: figures.user_scatter(against([m + LONG for m in METHODS], 9), p, LONG * 3),
-    "scatter-1": lambda p: figures.user_scatter(against(["fedavg"], 1, 1), p),
+    "scatter-1": lambda p: figures.user_scatter(against(["fedavg"], 1, 1), p, "Users; protocol clean\n1 seed of 1 user, no interval"),
     "scatter-100-%": lambda p: figures.user_scatter(against(METHODS[:2], value=1.0), p, "all right"),
     "map": lambda p: figures.heat_map([[34] * 5 + [0] * 5, [0] * 5 + [17] * 5], GROUPS, [*"0123456789"], p, "mnist5k"),
     "map-100-rows": lambda p: figures.heat_map(np.arange(1000).reshape(100, 10), [f"user {k}" for k in range(100)], [*"0123456789"], p),
@@ -136,13 +139,14 @@ CASES = {
         np.eye(5, 100), [LONG + str(k) for k in range(5)], [f"class {k}" for k in range(100)], p, LONG * 2
     ),
     "map-long-names": lambda p: figures.heat_map([[123456, 1], [0, 20]], [LONG, "b"], [LONG, "$a$"], p, "counts"),
+    "map-means": lambda p: figures.heat_map([[1234.25, 8 / 3], [0.0, 20.0]], GROUPS, ["0", "1"], p, "train examples\nseed 0"),
     "map-empty": lambda p: figures.heat_map([[0]], ["all"], ["0"], p),
     "steps": lambda p: figures.adaptation_curve([cell("global", j, 0.5 + 0.04 * j) for j in (0, 1, 5, 10)], p, "adaptation", majority=0.2),
     "steps-many": lambda p: figures.adaptation_curve(
         [cell(m, j, 1.0, None, seen) for m in METHODS[:8] for seen in (True, False) for j in (0, 10)], p, LONG
     ),
 }  # fmt: skip
-FAST = {"lines-odd-names", "scatter-1", "learning-1-seed", "users-unequal-groups", "spread-diverged", "map-long-names"}
+FAST = {"lines-odd-names", "scatter-1", "learning-1-seed", "users-unequal-groups", "spread-diverged", "map-long-names", "users-new"}
 
 
 @pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
@@ -259,6 +263,54 @@ def test_distributions_show_the_quartiles(monkeypatch, tmp_path):
     assert figure.axes[0].get_xlabel() == "accuracy of a user, % (a point is one user in one seed; 101 per row)"
     with pytest.raises(ValueError, match="no finite accuracy"):
         figures.distributions(frame.assign(accuracy=np.nan), tmp_path / "x.png")
+
+
+def test_a_learning_curve_shows_the_primary_steps_and_new_users_of_the_primary_model(monkeypatch, tmp_path):
+    parts = [rounds_csv(3, 4, steps=(0, 1, 2, 5), new_users=True).assign(model=model) for model in ("personal", "adapted", "global")]
+    frame = pd.concat(parts)
+    (figure,) = drawn(monkeypatch, lambda p: figures.learning_curve(frame, p, "t", primary={"model": "personal", "steps": 2}), tmp_path)
+    both = ("after 2 steps", "before adaptation")
+    wanted = [f"{model}, {when}" for model in ("adapted", "global", "personal") for when in both]
+    wanted += [f"new users: personal, {when}" for when in both]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == wanted
+    assert figure.get_suptitle() == "t\n8 of 24 curves; the others are in rounds.csv"
+    assert figures.shown_curves(frame)[0][0] == (True, "adapted", 5)  # by default after the most steps
+    assert figures.shown_curves(rounds_csv(steps=(0,))) == ([(True, "global", 0)], 0)
+
+
+def test_pictures_say_their_seeds_interval_and_step_size(monkeypatch, tmp_path):
+    def labels(draw):
+        (figure,) = drawn(monkeypatch, draw, tmp_path)
+        return figure.axes[0].get_ylabel().replace("\n", " "), figure.axes[0].get_xlabel()
+
+    assert labels(CASES["learning"])[0] == "accuracy, % (mean over 5 seeds, 95 % band)"
+    assert labels(CASES["learning-1-seed"])[0] == "accuracy, % (1 seed, no interval)"
+    assert labels(CASES["users-1"])[0] == "accuracy of a user, % (1 seed)"
+    own = labels(lambda p: figures.adaptation_curve([cell("global", 0, 0.5), cell("global", 1, 0.6)], p))
+    assert own == ("accuracy, % (mean over 2 seeds, 95 % interval)", "adaptation steps of the method's own size")
+    alone = labels(lambda p: figures.adaptation_curve([cell("global", j, 0.5, None) for j in (0, 1)], p, lr=0.01))
+    assert alone == ("accuracy, % (1 seed, no interval)", "adaptation steps of size 0.01")
+
+
+def test_new_users_are_no_points_of_the_picture_of_users(monkeypatch, tmp_path):
+    """Of 6 users, 0 and 1 are new in seed 0, 1 and 2 in seed 1: user 1 has no point, 0 and 2 that of the one seed that trained them."""
+    frame = users_csv(6, 2, ("all",), new=2)
+    (figure,) = drawn(monkeypatch, lambda p: figures.per_user(frame, p, "t"), tmp_path)
+    after = frame[frame["seen"] & (frame["steps"] == 1)]
+    want = sorted(100 * (after["correct"] / 25).groupby(after["user"]).mean())
+    points = figure.axes[0].collections[-1].get_offsets()
+    assert len(want) == 5
+    np.testing.assert_allclose(points[:, 1], want)
+    said = " ".join(figure.get_suptitle().split())
+    left_out = "users seen in training; new users (2 a seed) are left out"
+    assert said == f"t {left_out}; a point is the mean over the seeds in which its user took part"
+    assert figure.axes[0].get_ylabel() == "accuracy of a user, %\n(mean over up to 2 seeds)"
+
+
+def test_a_count_table_is_of_one_user(monkeypatch, tmp_path):
+    (figure,) = drawn(monkeypatch, CASES["map-means"], tmp_path)
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1234.25", "2.67", "0", "20"]
+    assert figure.axes[1].get_ylabel() == "train examples a user"
 
 
 # ---------------------------------------------------------------- files

@@ -320,6 +320,8 @@ def test_measures_of_the_files(two):
     assert one("loss")[1] == "0.5000 ± 0.0000"
     table = grid_of(two, ["tau"], cell="val_accuracy")
     assert cells(table)[0][1] == "-" and table.notes == ("-: fedavg, local, tau=10: no validation data (split.val=0).",)
+    assert "protocol clean (each step on train data of the user, scored on all his validation data, unweighted" in table.caption
+    assert "test data" not in table.caption and "scored on the test data" in grid_of(two, ["tau"]).caption
     for cell, message in (("acuracy", "did you mean 'accuracy'"), ("group:x", "one user group of these runs: classes 0-4; classes 5-9")):
         with pytest.raises(UserError, match=message):
             one(cell)
@@ -327,6 +329,14 @@ def test_measures_of_the_files(two):
         one("accuracy", steps=7)
     with pytest.raises(UserError, match="^model=personal: judged by one of these runs: global"):
         one("accuracy", model="personal")
+
+
+def test_new_users_stand_beside_their_own_majority_class(tmp_path):
+    old = results.load(fake_run(tmp_path / "a", "fedavg", new_users=True))
+    assert grid_of([old], ["tau"], cell="new_users").columns == ("tau", "fedavg")  # older results lack it
+    new = results.load(fake_run(tmp_path / "b", "local", new_users=True, majority_new=0.4))
+    table = grid_of([old, new], ["tau"], cell="new_users")
+    assert table.columns == ("tau", "fedavg", "local", "majority class") and cells(table)[0][1:] == ["82.00 ± 4.97"] * 2 + ["40.00"]
 
 
 def test_users_helped_and_hurt(two, tmp_path):

@@ -114,25 +114,30 @@ def cli(*args, env=None):
 
 
 def test_run_table(tmp_path):
-    table = tables.run_table(result_of(fake_run(tmp_path / "a", new_users=True)))
+    new = {"majority_new": 0.4, "majority_groups_new": {GROUPS[0]: 0.3}}
+    table = tables.run_table(result_of(fake_run(tmp_path / "a", new_users=True, **new)))
     # seeds .80 .82 .84: half-width .0497 as in test_stats
     assert table.columns == ("judged model", "step size", "accuracy % ± 95 % CI", *GROUPS, "worst 10 % (floor)")
     assert [row[0] for row in cells(table)] == [
         "global, before adaptation",
         "global, after 1 step",
+        "majority class",
         "new users: global, before adaptation",
         "new users: global, after 1 step",
-        "majority class",
+        "majority class, new users",
     ]
     assert [row[1:3] for row in cells(table)] == [
         ["-", "52.00 ± 4.97"],
         ["0.01", "82.00 ± 4.97"],
+        ["-", "50.00"],
         ["-", "42.00 ± 4.97"],
         ["0.01", "72.00 ± 4.97"],
-        ["-", "50.00"],
+        ["-", "40.00"],
     ]
     assert cells(table)[1][5] == "61.00 (70.00)"
-    assert cells(table)[4][3:] == ["20.00", "100.00", "-"]
+    assert [cells(table)[i][3:] for i in (2, 5)] == [["20.00", "100.00", "-"], ["30.00", "-", "-"]]
+    older = tables.run_table(result_of(fake_run(tmp_path / "b", new_users=True)))
+    assert [row[0] for row in cells(older)[2:]] == ["majority class", *(row[0] for row in cells(table)[3:5])]
     for words in (
         "± is the half-width of the 95 % Student-t interval over 3 seeds of the unweighted mean over users; protocol clean (adapted on",
         "a seed redraws partition, initial model, user sampling and batches; the pool of images is fixed",
@@ -146,7 +151,17 @@ def test_run_table_of_one_seed_has_no_interval(tmp_path):
     assert cells(table)[1][2] == "80.00 (n/a)"
     assert "nan" not in tables.plain(table) and "± 0" not in tables.plain(table)
     assert "one seed has no interval" in table.caption
-    assert "redraws initial model, user sampling and batches; the pool of images, the partition is fixed" in table.caption
+    assert "redraws initial model, user sampling and batches; the pool of images and the partition are fixed" in table.caption
+
+
+def test_notes_name_the_judged_model_and_agree_in_number(tmp_path):
+    alone = {"cold_start": "the initial model", "sampled_users_alone": {"mean": 0.5, "half_width": 0.1}}
+    best = {"best_on_validation": {"rounds": [2, 4, 4], "mean": 0.389, "half_width": 0.053}}
+    for name, never, words in (("a", [1, 1, 1], "1 user a seed was"), ("b", [1, 2, 1], "1.33 users a seed were")):
+        notes = tables.run_table(result_of(fake_run(tmp_path / name, steps=(0, 5), never_sampled=never, **alone, **best))).notes
+        which = "global, after 5 steps, over the sampled users alone"
+        assert notes[0] == f"{words} never sampled; there the initial model is judged. {which}: 50.00 ± 10.00."
+        assert notes[1] == "Best on validation, global, after 5 steps (rounds 2, 4, 4): 38.90 ± 5.30 on test data."
 
 
 def test_a_diverged_seed_leaves_no_number(tmp_path):
@@ -280,16 +295,59 @@ def test_report_of_a_run(tmp_path):
         "| gradient evaluations | 30 | 600 |",
         "| floats down | 900.50 | 18,000 |",
         "relative error 2.00e-03 against the exact one, measured on one user at round 20 (mean over 3 seeds)",
+        "## Partition: train examples a user\n\n| train examples a user | 0 | 1 |",
         "| classes 0-4 | 34 | 34 |",
+        "\n\nTrain examples a user (mean over the users of the row), seed 0.\n",
+        "![train examples a user (mean over the users of the row), seed 0](partition.png)",
+        "Shown are 2 of 3 curves: each judged model before adaptation and after 5 steps. All are in rounds.csv.",
         "- versions.torch: 2.14.1\n- git: abc\n- dirty: true\n",
     ):
         assert words in text
+    assert "new users" not in text
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
     assert pictures == ["learning_curve.png", "per_user.png", "adaptation.png", "partition.png"]
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     assert all((folder / name).with_suffix(".pdf").read_bytes().startswith(b"%PDF") for name in pictures)
     assert "## Pictures\n\nEach also as PDF, under the same name.\n" in text
     assert not list(folder.glob(".tmp*"))
+
+
+def count_table(rows, of, classes=2):
+    names = [f"user {k}" for k in range(rows)]
+    return {"rows": names, "of": of, "classes": [str(c) for c in range(classes)], "counts": [[k + 0.25] * classes for k in range(rows)]}
+
+
+def test_a_report_says_what_the_count_table_leaves_out(tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr(figures, "heat_map", lambda counts, rows, classes, path, title: titles.append(title))
+    alike = {"partition_digest": {"0": "x", "1": "x", "2": "x"}}
+    folder = fake_run(tmp_path / "a", partition_counts=count_table(20, 100), n=100, **alike)
+    report.write_report(folder)
+    text = (folder / "report.md").read_text()
+    assert "| user 19 | 19.25 | 19.25 |\n\nTrain examples a user, all seeds; first 20 of 100 rows.\n" in text
+    assert titles == ["mnist5k, table2\ntrain examples a user, all seeds; first 20 of 100 rows"]
+    wide = fake_run(tmp_path / "b", partition_counts=count_table(2, 2, 62), partition_seed=4)
+    report.write_report(wide, pictures=False)
+    said = "## Partition: train examples a user\n\nNo table: 62 classes are too many.\n"
+    assert said in (wide / "report.md").read_text()
+    report.write_report(wide)
+    assert "No table: 62 classes are too many; see partition.png.\n" in (wide / "report.md").read_text()
+    assert titles[1] == "mnist5k, table2\ntrain examples a user (mean over the users of the row), partition_seed=4"
+    older = fake_run(tmp_path / "c", partition_counts=None)
+    report.write_report(older)
+    assert "partition.png" not in (older / "report.md").read_text()
+
+
+def test_the_picture_of_users_against_local_says_its_numbers(tmp_path, monkeypatch, capsys):
+    titles = []
+    monkeypatch.setattr(figures, "user_scatter", lambda panels, path, title: titles.append(title))
+    fake_run(tmp_path / "runs" / "a", "fedavg", seeds=3)
+    fake_run(tmp_path / "runs" / "b", "local", seeds=2)
+    assert report.main([str(tmp_path / "runs"), "rows=tau", f"scatter={tmp_path / 'x'}"]) == 0
+    assert titles[0].split("\n") == [
+        "Users against themselves under local training; mnist5k, table2, protocol clean",
+        "a point is one user in one seed (2 seeds of 8 users), no interval",
+    ]
 
 
 def test_a_picture_that_fails_costs_only_itself(tmp_path, monkeypatch):
