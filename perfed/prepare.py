@@ -64,7 +64,7 @@ def prepare(config: Config, copies: int = 1) -> Prepared:
     prepared = replace(prepared, decision=_decide(prepared, device, notes))
     _fits(prepared)
     theory = tuple(config.algo.notes(_facts(prepared)))
-    notes = (*prepared.decision.notes, *_own_knobs(config), *theory)
+    notes = (*prepared.decision.notes, *_own_knobs(config), *_short(prepared), *_unscored(prepared), *theory)
     return replace(prepared, decision=replace(prepared.decision, notes=notes), theory=theory)
 
 
@@ -80,8 +80,8 @@ def _named(group: str, f) -> None:
 def _own_steps(config: Config) -> None:
     """Refuse optimizers that a method's own update rule has no place for."""
     name, server, local = config.algo.name, config.server, config.optimizer
-    if config.algo.own_server_step:
-        why = f"algo={name} has a server step of its own"
+    if config.algo.own_server_step or config.algo.no_server:
+        why = f"algo={name} has {'no server' if config.algo.no_server else 'a server step of its own'}"
         require(server.name == "average", "server", server.name, f"average: {why}")
         require(server.lr == 1, "server.lr", server.lr, f"1: {why}")
     if config.algo.plain_sgd:
@@ -99,6 +99,31 @@ def _own_knobs(config: Config) -> list[str]:
         if mine is not None and mine != knob:
             lines.append(f"algo={config.algo.name} takes algo.{key}={mine:g}; the knob {key}={knob:g} does not count")
     return lines
+
+
+def _short(prepared: Prepared) -> list[str]:
+    """Says of how many users a step reads all data, since the batch is larger."""
+    sizes = np.concatenate([p.train.sizes[p.seen] for p in prepared.partitions])
+    most = _largest_batch(prepared)
+    fewer = int((sizes < most).sum())
+    if prepared.config.algo.trains == "together" or not fewer:
+        return []
+    return [f"{fewer} of {len(sizes)} users over all seeds have fewer train examples than a batch of {most}: their steps read all of them"]
+
+
+def _unscored(prepared: Prepared) -> list[str]:
+    """Says how many test images no user gets, since no user trains on their classes."""
+    config, data = prepared.config, prepared.dataset
+    if config.split.test != "matched" or config.partition.name in ("table2", "natural", "file"):
+        return []
+    part, C = prepared.partitions[0], len(data.classes)
+    have = np.bincount(data.y[data.n_train :], minlength=C)
+    owned = sum(part.counts(data.y, C, kind).sum(axis=0) for kind in ("train", "val"))
+    lost = np.flatnonzero((have > 0) & (owned == 0))
+    if not lost.size:
+        return []
+    names = ", ".join(data.classes[c] for c in lost[:5]) + (", ..." if lost.size > 5 else "")
+    return [f"warning: {have[lost].sum()} of {have.sum()} test examples are not scored: nobody trains on their classes ({names})"]
 
 
 def _disjoint(config: Config, partitions: list[Partition]) -> None:
@@ -275,27 +300,56 @@ def _too_large(config: Config, place: str, count: float, free: float) -> NoRetur
 def _facts(prepared: Prepared) -> Facts:
     config = prepared.config
     members = int(prepared.partitions[0].seen.sum())
-    curvature = smoothness(prepared) if config.algo.wants_smoothness else None
-    return Facts(members, _active(config, prepared.partitions), config.rounds, curvature)
+    # Good enough for a warning: the exact figure would take a minute where the model convolves.
+    curvature = smoothness(prepared, examples=64, within=0.01, dtype=torch.float32) if config.algo.wants_smoothness else None
+    return Facts(members, _active(config, prepared.partitions), config.rounds, curvature, _kinks(prepared))
 
 
-def smoothness(prepared: Prepared, params: Params | None = None) -> float:
-    """Largest Hessian eigenvalue (in size) of the first user's loss, by power iteration on 256 of his examples: a lower bound of L.
+class _Bent(TorchFunctionMode):
+    """Notes the functions whose slope jumps."""
 
-    ``params``: where; default w_0 of the first seed.
+    names = frozenset({"relu", "relu6", "leaky_relu", "prelu", "rrelu", "hardtanh", "hardswish", "hardsigmoid", "threshold"})
+
+    def __init__(self):
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "").rstrip("_")
+        if name in self.names:
+            self.found.add(name)
+        return function(*args, **(kwargs or {}))
+
+
+def _kinks(prepared: Prepared) -> tuple[str, ...]:
+    """Names of the functions with kinks that the model calls."""
+    with _Bent() as bent:
+        prepared.config.model.apply(prepared.initial[0], torch.ones(2, *prepared.dataset.shape, dtype=torch.float64))
+    return tuple(sorted(bent.found))
+
+
+def smoothness(
+    prepared: Prepared, params: Params | None = None, examples: int = 256, within: float = 0.0, dtype: torch.dtype = torch.float64
+) -> float:
+    """Largest Hessian eigenvalue (in size) of the first user's loss on some of his examples: a lower bound of L.
+
+    By power iteration, 30 steps or until one changes it by no more than the share ``within``. ``params``: where; default w_0 of the
+    first seed.
     """
-    params = tree.map(lambda t: t.to("cpu", torch.float64), prepared.initial[0] if params is None else params)
+    params = tree.map(lambda t: t.to("cpu", dtype), prepared.initial[0] if params is None else params)
     data, part = prepared.dataset, prepared.partitions[0]
-    index = torch.from_numpy(part.train.of(int(np.nonzero(part.seen)[0][0]))[:256])
-    pool = make_pool(data.x, data.y, data.offset, data.scale, torch.device("cpu"), torch.float64)
-    batch, task = pool.batch(index, torch.ones(len(index), dtype=torch.float64)), _task(prepared)
+    index = torch.from_numpy(part.train.of(int(np.nonzero(part.seen)[0][0]))[:examples])
+    pool = make_pool(data.x, data.y, data.offset, data.scale, torch.device("cpu"), dtype)
+    batch, task = pool.batch(index, torch.ones(len(index), dtype=dtype)), _task(prepared)
     rng = generator(0, "power")  # a direction without structure: the same number for all logits changes no softmax
-    v = tree.map(lambda t: torch.from_numpy(rng.standard_normal(tuple(t.shape))), params)
+    v = tree.map(lambda t: torch.from_numpy(rng.standard_normal(tuple(t.shape))).to(dtype), params)
     size = 0.0
     for _ in range(30):
-        v = tree.scale(1 / tree.norm(v).clamp(min=1e-300), v)
-        v = task.hvp(params, batch, v)
+        v = tree.scale(1 / tree.norm(v).clamp(min=torch.finfo(dtype).tiny), v)
+        v, before = task.hvp(params, batch, v), size
         size = float(tree.norm(v))
+        if abs(size - before) < within * size:
+            break
     return size
 
 

@@ -28,6 +28,7 @@ from problems import (
     weights,
 )
 
+from perfed.algorithms.base import Facts
 from perfed.algorithms.fedavg import FedAvg
 from perfed.algorithms.perfedavg import PerFedAvg, PerFedAvgFO, PerFedAvgHF
 from perfed.draws import Lanes
@@ -473,7 +474,7 @@ def test_batches_independent_disjoint_shared(m):
 @pytest.mark.parametrize("batches", ["independent", "disjoint", "shared"])
 @pytest.mark.parametrize("variant, hess_batch", [("fo", "independent"), *product(("exact", "hf"), ("independent", "inner", "outer"))])
 def test_every_gradient_reads_the_batch_of_its_role(variant, batches, hess_batch):
-    options = {} if variant == "fo" else {"hess_batch": hess_batch, "batch_hess": 4}
+    options = {} if variant == "fo" else {"hess_batch": hess_batch, "batch_hess": 4 if hess_batch == "independent" else None}
     algo = make(variant, alpha=0.1, beta=0.1, tau=2, batch_inner=2, batch_outer=3, batches=batches, **options)
     model, start = mlp()
     xs, ys = blobs([12])
@@ -656,3 +657,29 @@ def test_counting_does_not_disturb_training():
         two.round()
     assert weights(one).tobytes() == weights(two).tobytes()
     assert one.costs == two.costs
+
+
+@pytest.mark.parametrize("variant", ["exact", "hf"])
+@pytest.mark.parametrize("hess_batch", ["inner", "outer"])
+def test_a_size_that_nothing_reads_is_refused(variant, hess_batch):
+    with pytest.raises(UserError, match=f"^batch_hess=7: null with hess_batch={hess_batch}"):
+        make(variant, hess_batch=hess_batch, batch_hess=7)
+
+
+def test_the_least_delta():
+    make("hf", delta=1e-5).check("float32")
+    with pytest.raises(UserError, match="^delta=9e-06: at least 1e-05 in float32"):
+        make("hf", delta=9e-6).check("float32")
+    make("hf", delta=9e-6).check("float64")
+
+
+@every_variant
+def test_what_theory_warns_of(variant):
+    facts = Facts(n=10, active=2, rounds=5, smoothness=200.0)
+    algo = make(variant, alpha=0.01)
+    assert algo.notes(facts) == [
+        "warning: alpha*L = 2 with L >= 200 at w_0, and the paper assumes alpha <= 1/L: an inner step may overshoot"
+    ]
+    assert algo.notes(facts._replace(smoothness=100.0)) == []  # alpha = 1/L is allowed
+    bent = algo.notes(facts._replace(smoothness=1.0, kinks=("relu",)))
+    assert [line.partition(":")[2].partition(":")[0] for line in bent] == ([" the model calls relu"] if variant == "hf" else [])

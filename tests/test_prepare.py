@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
 import torch
 from small import advance, algorithm, cloud, federation, ranges, same, split
+from torch import nn
 
 from perfed import device, prepare, tree
 from perfed.algorithms.base import Facts
@@ -13,6 +16,7 @@ from perfed.config import parse
 from perfed.errors import UserError
 from perfed.evaluate import Protocol, evaluate
 from perfed.frontdoor import compose
+from perfed.models import ModuleModel
 
 TINY = ["dataset=synthetic", "partition=iid", "n=6", "r=0.5", "batch=8", "model.hidden=[6]", "seeds=2", "rounds=4", "engine.compile=false"]
 
@@ -204,3 +208,39 @@ def test_the_knobs_that_do_not_count_are_named():
     made = ready("algo=pfedme")
     assert any(note == "algo=pfedme takes algo.beta=0.005; the knob beta=0.1 does not count" for note in made.decision.notes)
     assert not any("does not count" in note for note in ready("algo=fedavg").decision.notes)
+
+
+def test_a_batch_larger_than_the_data_is_said():
+    (line,) = [note for note in ready("n=4", "partition=iid", "partition.per_user=5", "batch=9").decision.notes if "batch" in note]
+    assert line == "8 of 8 users over all seeds have fewer train examples than a batch of 9: their steps read all of them"
+    assert not any("batch" in note for note in ready("n=4", "partition=iid", "partition.per_user=9", "batch=9").decision.notes)
+
+
+def test_test_examples_of_classes_that_nobody_trains_on_are_said(tmp_path):
+    x, y, split = np.zeros((12, 2)), np.array([0, 1, 0, 1, 0, 1, 0, 1, 2, 2, 2, 1]), np.array([0] * 6 + [1] * 6)
+    np.savez(tmp_path / "own.npz", x=x, y=y, split=split)
+    notes = ready("dataset=npz", f"dataset.path={tmp_path}/own.npz", "partition=iid", "n=2", "model=logistic").decision.notes
+    assert "warning: 3 of 6 test examples are not scored: nobody trains on their classes (2)" in notes
+    assert not any("not scored" in note for note in ready().decision.notes)
+
+
+def test_an_optimizer_of_a_server_that_is_not_there():
+    with pytest.raises(UserError, match="^server=adam: average: algo=local has no server"):
+        ready("algo=local", "server=adam")
+    with pytest.raises(UserError, match=r"^server.lr=0.5: 1: algo=local has no server"):
+        ready("algo=local", "server.lr=0.5")
+
+
+@dataclass(kw_only=True)
+class Kinked(ModuleModel):
+    def module(self, shape, classes):
+        return nn.Sequential(nn.Linear(shape[0], 8), nn.LeakyReLU(), nn.Linear(8, classes), nn.ReLU())
+
+
+def test_kinks_of_the_model_and_steep_inner_steps_are_said():
+    config = parse(compose([*TINY[:4], "alpha=0.001"]))
+    (line,) = prepare.prepare(replace(config, model=Kinked(name="kinked"))).theory
+    assert line.startswith("warning: the model calls leaky_relu, relu: ")
+    assert ready("alpha=0.001").theory == ()
+    (line,) = ready("alpha=100").theory
+    assert line.startswith("warning: alpha*L = ") and "the paper assumes alpha <= 1/L" in line

@@ -127,12 +127,17 @@ class Anchored(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What :meth:`Algorithm.notes` may know about a run. ``smoothness``: largest Hessian eigenvalue found at w_0, a lower bound of L."""
+    """What :meth:`Algorithm.notes` may know about a run.
+
+    ``smoothness``: largest Hessian eigenvalue found at w_0, a lower bound of L. ``kinks``: functions whose slope jumps (ReLU and its kin)
+    that the model calls.
+    """
 
     n: int
     active: int
     rounds: int
     smoothness: float | None
+    kinks: tuple[str, ...] = ()
 
 
 class Local(NamedTuple):
@@ -155,6 +160,7 @@ class Algorithm:
     version: ClassVar[int] = 1  # raise it when results change
     uses_horizon: ClassVar[bool] = False  # True: a shorter run is not the beginning of a longer one
     own_server_step: ClassVar[bool] = False  # True: the paper fixes the server's step, and other server optimizers are refused
+    no_server: ClassVar[bool] = False  # True: there is no server's step, and server optimizers other than the default are refused
     plain_sgd: ClassVar[bool] = False  # True: the update is part of the method, and other local optimizers are refused
     learned_step: ClassVar[bool] = False  # True: adaptation uses a step that training learned, unless adapt.lr is given
     cold_start: ClassVar[str] = "the global model"  # what is judged for a user that was never sampled, or is new

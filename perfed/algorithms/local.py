@@ -29,6 +29,7 @@ class LocalTraining(Algorithm):
 
     cold_start = "the initial model"
     weighs = False
+    no_server = True
 
     def __post_init__(self):
         super().__post_init__()

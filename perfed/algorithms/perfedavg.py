@@ -59,6 +59,8 @@ class PerFedAvgBase(Algorithm):
     inner_steps: int = 1
     extra_iterate: bool = False
 
+    wants_smoothness = True
+
     def __post_init__(self):
         super().__post_init__()
         require(self.alpha >= 0, "alpha", self.alpha, "a number >= 0")
@@ -72,6 +74,15 @@ class PerFedAvgBase(Algorithm):
     @property
     def inner_step(self):
         return self.alpha
+
+    def notes(self, facts):
+        lines, rate = super().notes(facts), self.alpha * (facts.smoothness or 0.0)
+        if rate > 1:
+            lines.append(
+                f"warning: alpha*L = {rate:.3g} with L >= {facts.smoothness:.3g} at w_0, and the paper assumes alpha <= 1/L: "
+                f"an inner step may overshoot"
+            )
+        return lines
 
     @property
     def inner_roles(self) -> list[str]:
@@ -165,6 +176,8 @@ class SecondOrder(PerFedAvgBase):
         super().__post_init__()
         choice("hess_batch", self.hess_batch, ("independent", "inner", "outer"))
         require(self.batch_hess is None or self.batch_hess >= 1, "batch_hess", self.batch_hess, "null or an integer >= 1")
+        own = self.batch_hess is None or self.hess_batch == "independent"
+        require(own, "batch_hess", self.batch_hess, f"null with hess_batch={self.hess_batch}, which is a batch of another size")
 
     def sizes(self):
         sizes = super().sizes()
@@ -214,6 +227,15 @@ class PerFedAvgHF(SecondOrder):
     def check(self, dtype):
         low = 1e-5 if dtype == "float32" else 1e-12
         require(self.delta >= low, "delta", self.delta, f"at least {low:g} in {dtype}: below it the quotient is round-off, HF is FO")
+
+    def notes(self, facts):
+        if not facts.kinks:
+            return super().notes(facts)
+        line = (
+            f"warning: the model calls {', '.join(facts.kinks)}: the difference quotient sees the kinks that a step of delta crosses, "
+            "the exact product does not, so HF is another method than exact here; hf_error in rounds.csv says by how much"
+        )
+        return [*super().notes(facts), line]
 
     def quotient(self, task: Task, w: Params, batch: Batch, u: Params):
         """H(w) u by the central difference."""

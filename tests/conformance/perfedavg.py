@@ -539,7 +539,7 @@ def roles(variant):
     wrong = 0.0
     kinds = ("independent",) if variant == FO else ("independent", "inner", "outer")
     for batches, kind in product(("independent", "disjoint", "shared"), kinds):
-        options = {} if variant == FO else {"hess_batch": kind, "batch_hess": 4}
+        options = {} if variant == FO else {"hess_batch": kind, "batch_hess": 4 if kind == "independent" else None}
         algo = algorithm(variant, alpha=0.1, beta=0.1, tau=2, batch_inner=2, batch_outer=3, batches=batches, **options)
         fed = federation(algo, model, xs, start, ys=ys, backend="loop", task=Spy)
         fed.price()
