@@ -27,8 +27,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from perfed.config import Config, conf_dir, parse, version
-from perfed.errors import UserError
-from perfed.folders import require_writable
+from perfed.errors import UserError, require
+from perfed.folders import make, require_writable
 from perfed.frontdoor import Cell, Command, Composer, FrontDoor, InJob, Refused, compose
 from perfed.results import from_here
 from perfed.sweep import Outcome, Sweep, at_once, guarded, launch
@@ -68,8 +68,21 @@ def answered(command: Callable[[list[str]], int], argv: list[str], after: str = 
 
 
 def _complain(text: str, code: int) -> int:
-    print(f"perfed: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # stderr is closed
+        print(f"perfed: {' '.join(text.split())}", file=sys.stderr, flush=True)
     return code
+
+
+def _tell(text: str) -> bool:
+    """Print the end of a run. One that cannot be printed loses nothing: it is in the run's folder."""
+    try:
+        print(text, flush=True)
+        return True
+    except OSError as error:  # `perfed | head`, or a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered must not fail once more at the exit
+        if not isinstance(error, BrokenPipeError):
+            _complain(f"the output could not be written: {error.strerror}", FAILED)
+        return False
 
 
 def _main(argv: list[str]) -> int:
@@ -125,8 +138,10 @@ def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
     from perfed.isolation import settings_kept
 
     cells = command.cells
-    for key, place in dict.fromkeys(map(_place, cells)):
+    places = dict.fromkeys(map(_place, cells))
+    for key, place in places:
         require_writable(key, place)
+    _apart(cells)
     sizes: dict[Path, prepare.Size] = {}
     done: set[Path] = set()
     for number, cell in enumerate(cells):
@@ -153,6 +168,8 @@ def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
                 print(f"\nperfed: job {name}")
             print(prepare.plan(cell.config), flush=True)
         return DONE
+    for key, place in places:
+        make(key, place)
     if not command.multirun:
         return _hydra(command.argv, args)
     if door.cells_are_known:
@@ -161,6 +178,15 @@ def _jobs(door: FrontDoor, command: Command, args: argparse.Namespace) -> int:
         return _hydra([*command.argv, "--multirun"], args)
     finally:
         (cells[0].folder.parent / "multirun.yaml").unlink(missing_ok=True)  # of Hydra's sweeper
+
+
+def _apart(cells: Sequence[Cell]) -> None:
+    """Refuse jobs of different settings that would write to one folder."""
+    first: dict[Path, Cell] = {}
+    for cell in cells:
+        other = first.setdefault(cell.folder, cell)
+        why = f"must tell all jobs apart: {' '.join(other.overrides)} and {' '.join(cell.overrides)} would share {from_here(cell.folder)}"
+        require(other.hash == cell.hash, "hydra.sweep.subdir", cell.folder.name, why)
 
 
 def _place(cell: Cell) -> tuple[str, Path]:
@@ -199,7 +225,8 @@ def _sweep(door: FrontDoor, command: Command, names: Sequence[str]) -> int:
         if cell.folder in by_folder:
             print(f"perfed: job {name}: the same run as job {by_folder[cell.folder].partition(':')[0]}", flush=True)
         elif by_folder.setdefault(cell.folder, name) and _finished(cell):
-            print(f"perfed: job {name}\nfinished before: {from_here(cell.folder)}", flush=True)
+            how = " (DIVERGED)" * (_status(cell) == "DIVERGED")
+            print(f"perfed: job {name}\nfinished before{how}: {from_here(cell.folder)}", flush=True)
     missing = [cell for cell in cells if not _finished(cell)]
     shared = Sweep.of(by_folder, cells[0].folder.parent, [cell.config.device for cell in missing])
     outcomes: dict[Path, Outcome] = {}
@@ -300,7 +327,7 @@ def _closing_table(cells: Sequence[Cell], reasons: Mapping[Path, str], why: str 
         run = replace(run, config=run.config or cell.config.as_dict())
         groups.setdefault(prepare.resolve(cell.config, cell.config.algo).label, []).append(run)
     for runs in groups.values():
-        print(f"\n{tables.plain(compare.sweep_table(runs))}", flush=True)
+        _tell(f"\n{tables.plain(compare.sweep_table(runs))}")
 
 
 def _hydra(argv: Sequence[str], args: argparse.Namespace) -> int:
@@ -372,7 +399,7 @@ def _attempt(cfg: DictConfig, folder: Path, sweep: Sweep | None) -> Outcome:
     label = "" if alone else f"job {sweep.names.get(folder, folder.name)}"
     prefix = f"perfed: {label}: " if together else ""
     if not alone:
-        print(f"perfed: {label}" + ": begins" * together, flush=True)
+        _tell(f"perfed: {label}" + ": begins" * together)
     config = None
     try:
         config = parse(cfg)
@@ -380,8 +407,8 @@ def _attempt(cfg: DictConfig, folder: Path, sweep: Sweep | None) -> Outcome:
         untracked = ""
         if result.status == "finished before" and config.tracker.name != _tracked(result.folder):
             untracked = f" (nothing goes to {config.tracker.name}: the run is over; force=true runs it again)"
-        print(f"{prefix}{result.status}: {from_here(result.folder)}{untracked}" + (f"\n\n{result.table}" if alone else ""), flush=True)
-        return Outcome(DONE)
+        told = _tell(f"{prefix}{result.outcome}: {from_here(result.folder)}{untracked}" + (f"\n\n{result.table}" if alone else ""))
+        return Outcome(DONE if told else FAILED, "" if told else "its end could not be printed")
     except results.Held as error:
         return Outcome(_complain(f"{label}: {error}" if together else str(error), HELD), "held by another process")
     except UserError as error:

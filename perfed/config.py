@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import os
 import re
 import sys
 import types
@@ -268,6 +269,8 @@ class Root:
             require(value is None or 0 <= value < 2**31, key, value, "null (follow the seeds) or a whole number in [0, 2^31)")
         require(0 <= self.holdout_users < 1, "holdout_users", self.holdout_users, "a share of users in [0, 1)")
         require(self.eval_every >= 1, "eval_every", self.eval_every, "a whole number >= 1 of rounds")
+        if not self.data_root.strip() and not os.environ.get("PERFED_DATA", "unset").strip():
+            self.data_root = Root.data_root  # a variable that is empty counts as absent
         require(bool(self.data_root.strip()), "data_root", self.data_root, "a folder")
         require(bool(self.outputs.strip()), "outputs", self.outputs, "a folder")
         _choice("progress", self.progress, "auto", "bar", "lines", "off")
@@ -479,7 +482,8 @@ def build(cls: type, values: Mapping[str, Any], typed=lambda key: key, group: st
         key = f"{prefix}{name}"
         with_option = f" with {group}={values['name']}" if "name" in values else ""
         if name not in fields:
-            raise UserError(key, value, f"no such key{with_option}{nearest(str(name), fields)}")
+            near = elsewhere(key) or nearest(str(name), [known for known in fields if known != "name"])
+            raise UserError(key, value, f"no such key{with_option}{near}")
         require(value != "???", typed(key), value, f"has no value: give one, {wanted(hints[name])}")
         default = fields[name].default
         example = f", such as {default}" if value is None and isinstance(default, str) and default else ""
@@ -496,6 +500,15 @@ def build(cls: type, values: Mapping[str, Any], typed=lambda key: key, group: st
     for name in fields:
         _finite(typed(f"{prefix}{name}"), node[name])
     return _guard(lambda: OmegaConf.to_object(node), typed, prefix, cls)
+
+
+def elsewhere(key: str) -> str:
+    """``; algo=perfedavg_hf has it``: the options of the key's group that have such a field, three at most. Empty where none has."""
+    group, _, name = key.partition(".")
+    entries = registry(group) if group in GROUPS and name != "name" else {}
+    having = sorted(option for option, cls in entries.items() if any(f.init and f.name == name for f in dataclasses.fields(cls)))
+    names = ", ".join(having[:3] + ["..."] * (len(having) > 3))
+    return f"; {group}={names} {'has' if len(having) == 1 else 'have'} it" if having else ""
 
 
 @functools.cache

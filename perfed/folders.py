@@ -160,13 +160,24 @@ class Pruned:
 
 
 def require_writable(key: str, folder: Path) -> None:
-    """Raise UserError where a folder cannot be made, or written to."""
+    """Raise UserError where a folder can be seen not to be writable, or not to be made; makes nothing."""
     here = folder
-    while not here.exists() and not here.is_symlink() and here != here.parent:
-        here = here.parent
-    what = "a link to nothing" if not here.exists() else "no folder" if not here.is_dir() else "not writable"
-    ok = here.is_dir() and os.access(here, os.W_OK | os.X_OK)
+    try:
+        while not here.exists() and not here.is_symlink() and here != here.parent:
+            here = here.parent
+        what = "a link to nothing" if not here.exists() else "no folder" if not here.is_dir() else "not writable"
+        ok = here.is_dir() and os.access(here, os.W_OK | os.X_OK)
+    except OSError as error:  # a name that is too long, say
+        raise UserError(key, folder, f"a folder that can be made or written to ({error.strerror})") from None
     require(ok, key, folder, f"a folder that can be made or written to; {here} is {what}")
+
+
+def make(key: str, folder: Path) -> None:
+    """Make a folder and what lies above it. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # what only the attempt shows
+        raise UserError(key, folder, f"a folder that can be made ({error.strerror})") from None
 
 
 def statuses(text: str) -> tuple[str, ...]:

@@ -256,7 +256,10 @@ class FrontDoor:
         try:
             override = self.parser.parse_overrides([text])[0]
         except HydraException as error:
-            raise Refused(text, "cannot be read; write key=value, and quote a value with spaces, brackets or commas") from error
+            key, _, value = text.partition("=")
+            if re.search(r"""['"\\,()\[\]]""", value) is None and value and not value.startswith("{"):
+                return self._read(f'{key}="{value}"')  # a path with ~ or {seed}, say, which Hydra takes in quotes alone
+            raise Refused(text, "cannot be read; write key=value, and quote a value with spaces, brackets, braces or commas") from error
         if override.is_delete():
             raise Refused(text, "a key cannot be removed; set it to another value")
         return override
@@ -317,6 +320,8 @@ class FrontDoor:
 
     def _check_key(self, override, tree: DictConfig, known: Mapping[str, Any]) -> None:
         """The key exists in the tree of its cell; a field that the YAML of an option leaves out counts too."""
+        from perfed.config import elsewhere
+
         key, value = override.key_or_group, override.get_value_string()
         if override.package is not None:
             raise UserError(override.get_key_element(), value, "no such key")
@@ -337,8 +342,8 @@ class FrontDoor:
         group = key.partition(".")[0]
         option = tree.hydra.runtime.choices.get(group)
         where = f" with {group}={option}" if "." in key and option else ""
-        typable = [name for name in known if not name.endswith(".name")]  # which are chosen as group=<option>
-        raise UserError(key, value, f"no such key{where}{_nearest_key(key, [*typable, *self.groups, *_SECTIONS])}")
+        near = elsewhere(key) or _nearest_key(key, [*known, *self.groups, *_SECTIONS])
+        raise UserError(key, value, f"no such key{where}{near}")
 
     # ---- cells
 
@@ -477,11 +482,18 @@ def _leaves(tree: DictConfig, prefix: str = "", nodes: bool = False) -> list[str
 
 
 def _nearest_key(key: str, known: Sequence[str]) -> str:
-    """Nearest by the whole key; else by its last part (``concentration`` -> 'partition.concentration')."""
+    """A key of the same last part (``delta`` -> 'algo.delta'); else the nearest by the whole key, else by its last part.
+
+    The name of an option is no answer: it is chosen as group=<option>.
+    """
+    part = key.rpartition(".")[2]
+    known = [name for name in known if name.startswith("hydra.") or not name.endswith(".name")]
+    if same := [name for name in known if name.rpartition(".")[2] == part]:
+        return f" (did you mean '{get_close_matches(key, same, n=1, cutoff=0)[0]}'?)"
     if text := nearest(key, known):
         return text
     last = {name.rpartition(".")[2]: name for name in known}
-    hit = get_close_matches(key.rpartition(".")[2], list(last), n=1, cutoff=0.75)
+    hit = get_close_matches(part, list(last), n=1, cutoff=0.75)
     return f" (did you mean '{last[hit[0]]}'?)" if hit else ""
 
 

@@ -117,12 +117,14 @@ def groups_of(conf: Path) -> dict[str, dict[str, str]]:
 
 
 def _first_comment(path: Path) -> str:
-    """The first sentence of the comment that opens the file, without its command."""
+    """The first sentence of the comment that opens the file, or its part before a semicolon, without the file's command."""
     lines = path.read_text(encoding="utf-8").splitlines()
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     said = [line.lstrip("# ").rstrip() for line in lines[:end] if not line.startswith("# @package")]
     text = " ".join(line for line in said if not line.startswith(("python -m perfed", "perfed ")))
-    return re.split(r"(?<!\bal)\.(?: +(?=[A-Z])|$)|;", text)[0].strip()
+    outside = re.sub(r"\([^()]*\)", lambda brackets: "_" * len(brackets[0]), text)  # a semicolon in brackets ends nothing
+    end = re.search(r"(?<!\bal)\.(?: +(?=[A-Z])|$)|;", outside)
+    return (text[: end.start()] if end else text).strip()
 
 
 def _row(left: str, right: str, width: int, indent: int = 2) -> str:

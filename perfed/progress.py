@@ -31,10 +31,11 @@ class Progress:
     def say(self, text: str) -> None:
         """One line on stderr and in the log."""
         self.note(text)
-        if self.mode == "bar" and self.bar is not None:
-            self.bar.write(text, file=sys.stderr)
-        elif self.mode != "off" or text.startswith("warning"):  # a warning is about the result
-            print(text, file=sys.stderr, flush=True)
+        with suppress(OSError):  # stderr is closed, or goes to a full disk: the run goes on
+            if self.mode == "bar" and self.bar is not None:
+                self.bar.write(text, file=sys.stderr)
+            elif self.mode != "off" or text.startswith("warning"):  # a warning is about the result
+                print(text, file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         """One line in the log alone."""

@@ -29,6 +29,8 @@ perfed-eval RUN [RUN ...] [KEY=VALUE ...]    score finished runs again, without 
 Example: perfed-eval outputs/perfedavg_hf-* protocol=paper adapt.steps=[0,1,2,5,10]
 """
 KEYS = re.compile(r"protocol|protocol\.\w+|adapt\.\w+|device|engine\.\w+|data_root")
+GROUPED = {"adapt": "adapt.steps=3", "engine": "engine.threads=2"}
+"""Groups of such keys -> an example of one."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,8 +70,7 @@ def changed(config: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     for word in sorted(overrides, key=lambda w: not w.startswith("protocol=")):
         key, equals, value = word.partition("=")
         require(bool(equals), "run", word, "no such folder, and no KEY=VALUE")
-        free = "cannot be changed without training; protocol, adapt.*, device, engine.* and data_root can"
-        require(bool(KEYS.fullmatch(key)), key, value, free)
+        require(bool(KEYS.fullmatch(key)), key, value, _refusal(key, value))
         if key == "protocol":
             require(value in PROTOCOLS, key, value, f"one of {', '.join(PROTOCOLS)}")
             cfg.protocol = OmegaConf.load(conf_dir() / "protocol" / f"{value}.yaml")
@@ -78,7 +79,20 @@ def changed(config: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
             cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist([word]))
         except (OmegaConfBaseException, YAMLError) as error:
             raise UserError(key, value, f"cannot be read: {str(error).splitlines()[0]}") from error
+    support = cfg.protocol.get("support")
+    cut = support is None or cfg.protocol.get("score") == "rest"
+    require(cut, "protocol.support", support, "goes with protocol=fewshot, which takes a support set")
     return OmegaConf.to_container(cfg)
+
+
+def _refusal(key: str, value: str) -> str:
+    """Why a key that is none of KEYS cannot be set, and what was meant where that is plain."""
+    plain = key.lstrip("+")
+    if KEYS.fullmatch(plain):
+        return f"write {plain}={value}, without +"
+    if plain in GROUPED:
+        return f"a group of keys: write {plain}.<key>=<value>, such as {GROUPED[plain]}"
+    return "cannot be changed without training; protocol, adapt.*, device, engine.* and data_root can"
 
 
 def rescore(folder: Path, overrides: Sequence[str]) -> results.Run:
@@ -97,7 +111,7 @@ def _rescored(folder: Path, config: Config) -> results.Run:
     from perfed.evaluate import judge
     from perfed.identity import identity
     from perfed.prepare import resolve
-    from perfed.summary import summary, user_rows
+    from perfed.summary import summary, write_users
 
     slug = re.sub(r"[^A-Za-z0-9]+", "_", resolve(config, config.algo).label).strip("_")
     home = folder / f"eval-{slug}-{identity(config).hash[:12]}"
@@ -108,7 +122,7 @@ def _rescored(folder: Path, config: Config) -> results.Run:
         result = summary(prepared, fed, scores)
         home.mkdir(exist_ok=True)
         results.write_text(home / "config.yaml", train.stored_yaml(config))
-        results.write_csv(home / "users.csv", user_rows(prepared, scores, fed.times_sampled), results.USERS)
+        write_users(home, prepared, scores, fed.times_sampled)
         results.write_json(home / "result.json", result)
         results.write_status(home, "DIVERGED" if result["diverged"] else "DONE", identity=prepared.identity.hash, run=folder.name)
     return results.load(home)

@@ -54,7 +54,8 @@ USERS = {
     "n_train": "int64", "n_val": "int64", "n_test": "int64",
     "model": "str", "steps": "int64", "correct": "float64", "loss": "float64",
 }  # fmt: skip
-"""Columns of users.csv and their dtypes: one row per seed, user, judged model and number of steps, of the final evaluation."""
+"""Columns of users.csv and their dtypes: one row per seed, user, judged model and number of steps, of the final evaluation. A last
+column ``name`` holds the data's own names of the users, where they have any."""
 
 
 class Held(Exception):
@@ -270,14 +271,16 @@ def check_identity(folder: Path | str, identity: str) -> None:
     stored = next((v["identity"] for name in ("status.json", "result.json") if (v := read_json(folder / name)) and "identity" in v), None)
     allowed = f"holds another run ({str(stored)[:12]}, this one is {identity[:12]}); give another folder"
     require(stored in (None, identity), "hydra.run.dir", folder, allowed)
-    if stored is None and (others := foreign(folder)):
-        raise UserError("hydra.run.dir", folder, f"holds what no run writes ({others}); give a new folder or an empty one")
+    # The lock is the first thing that a run writes.
+    ours = (folder / LOCK).is_file() or (read_json(folder / "status.json") or {}).get("status") in STATUSES
+    if stored is None and (others := foreign(folder, WRITTEN if ours else (LOCK,))):
+        raise UserError("hydra.run.dir", folder, f"holds files that are no run's ({others}); give a new folder or an empty one")
 
 
-def foreign(folder: Path) -> str:
-    """What lies in a folder although no run writes it, the first names by name; empty where there is nothing, or no folder."""
+def foreign(folder: Path, own: Sequence[str] = WRITTEN) -> str:
+    """The first names of what lies in a folder and matches none of ``own``; empty where there is nothing, or no folder."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    others = [name for name in names if not any(fnmatch(name, own) for own in WRITTEN)]
+    others = [name for name in names if not any(fnmatch(name, pattern) for pattern in own)]
     return f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
 
 

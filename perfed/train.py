@@ -30,19 +30,28 @@ from perfed.prepare import federation, only, prepare
 from perfed.progress import Progress
 from perfed.resume import Start
 from perfed.signals import Interrupted, Signals
-from perfed.summary import Prepared, provenance, summary, user_rows
+from perfed.summary import Prepared, provenance, summary, write_users
 from perfed.trackers import Tracked, Tracking
 from perfed.types import Params
 
 
 @dataclass
 class Result:
-    """A finished run. ``status``: DONE, DIVERGED, or "finished before" when the folder already held it."""
+    """A finished run. ``status``: DONE, DIVERGED, or "finished before" when :func:`run` computed nothing. ``folder`` is made absolute."""
 
     folder: Path
     status: str
     table: str
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self):
+        self.folder = Path(self.folder).absolute()  # the caller may move to another working folder
+
+    @property
+    def outcome(self) -> str:
+        """``status`` as the terminal tells it: "finished before (DIVERGED)" where the stored run had diverged."""
+        diverged = self.status == "finished before" and self.stored.status["status"] == "DIVERGED"
+        return f"{self.status} (DIVERGED)" if diverged else self.status
 
     @property
     def stored(self) -> results.Run:
@@ -70,7 +79,8 @@ class Result:
     def model(self, seed: int, user: int, model: str | None = None, steps: int | None = None) -> UserModel:
         """The judged model of a user after ``steps`` adaptation steps (default: the primary ones of the run).
 
-        seed: one of ``summary["seeds"]``; user in 0 .. n-1; model: "global" or "personal", as the method has them.
+        seed: one of ``summary["seeds"]``; user in 0 .. n-1; model: "global" or "personal", as the method has them. Raises UserError
+        for any other, for a seed that diverged, and where the adaptation diverges.
         """
         if "fed" not in self._cache:
             self._cache["fed"] = rebuild(self.folder)
@@ -82,14 +92,23 @@ class Result:
 
 @dataclass(frozen=True)
 class UserModel:
-    """Parameters of one user's model. Call it with raw inputs (as stored in the data set) [B, ...] for scores [B, C]."""
+    """Parameters of one user's model. Call it with raw inputs (as stored in the data set) [B, ...] for scores [B, C].
+
+    The call raises UserError for what has another shape.
+    """
 
     params: Params
     _pool: Any = field(repr=False)
     _apply: Any = field(repr=False)
 
     def __call__(self, x: np.ndarray | Tensor) -> Tensor:
-        raw = torch.as_tensor(x)
+        shape = tuple(self._pool.x.shape[1:])
+        wanted = f"inputs of shape [{', '.join(map(str, ('B', *shape)))}], as stored in the data set"
+        try:
+            raw = torch.as_tensor(x)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError("x", x, f"must be numbers: {wanted}") from error
+        require(raw.ndim == 1 + len(shape) and raw.shape[1:] == shape, "x", f"[{', '.join(map(str, raw.shape))}]", wanted)
         scaled = raw.to(self._pool.scale) * self._pool.scale
         return self._apply(self.params, scaled if self._pool.shift is None else scaled + self._pool.shift)
 
@@ -170,7 +189,7 @@ def _run(
     if config.force:
         resume.clear(folder, checkpoint.FINAL)
     for seed, partition in zip(config.seed_values, prepared.partitions, strict=True):
-        partition.save(folder / f"partition-seed{seed}.npz")
+        partition.save(folder / f"partition-seed{seed}.npz", prepared.dataset.fingerprint)
     mode = "off" if quiet and config.progress != "lines" else config.progress
     progress = Progress(config.rounds, mode, log, (*prepared.decision.notes, *start.lines))
     now = only(prepared, start.seeds)  # what is computed now: all seeds, or those that a donor lacks
@@ -362,7 +381,7 @@ def _write(
     results.write_csv(folder / "timing.csv", timing, ["what", "value", "unit"])
     result = summary(prepared, fed, scores, rows)
     _write_rounds(folder, rows)
-    results.write_csv(folder / "users.csv", user_rows(prepared, scores, fed.times_sampled), results.USERS)
+    write_users(folder, prepared, scores, fed.times_sampled)
     results.write_json(folder / "result.json", result)
     for line in write_report(folder, prepared.config.pictures):
         progress.say("warning: " + line)
@@ -413,9 +432,15 @@ def rebuild(folder: Path | str, config: Config | None = None) -> tuple[Federatio
 def user_model(fed: Federation, prepared: Prepared, seed: int, user: int, model: str, steps: int) -> UserModel:
     """See :meth:`Result.model`."""
     seeds = list(prepared.config.seed_values)
-    require(seed in seeds, "seed", seed, f"one of {seeds}")
-    require(0 <= user < prepared.config.n, "user", user, f"an integer from 0 to {prepared.config.n - 1}")
-    require(steps >= 0, "steps", steps, "an integer >= 0")
-    models = adapted_models(fed, prepared.protocol, seeds.index(seed), user, steps)
+    require(isinstance(seed, (int, np.integer)) and seed in seeds, "seed", seed, f"one of {seeds}")
+    ended = fed.diverged.tolist()
+    k, others = ended[seeds.index(seed)], [other for other, k in zip(seeds, ended, strict=True) if k < 0]
+    require(k < 0, "seed", seed, f"has no model, it diverged in round {k}" + (f"; one of {others}" if others else ""))
+    last = prepared.config.n - 1
+    require(isinstance(user, (int, np.integer)) and 0 <= user <= last, "user", user, f"an integer from 0 to {last}")
+    require(isinstance(steps, (int, np.integer)) and steps >= 0, "steps", steps, "an integer >= 0")
+    models = adapted_models(fed, prepared.protocol, seeds.index(seed), int(user), int(steps))
     require(model in models, "model", model, f"one of {', '.join(models)}")
+    finite = all(bool(torch.isfinite(value).all()) for value in models[model].values())
+    require(finite, "steps", steps, f"fewer steps: the adaptation of user {user} diverges")
     return UserModel(models[model], fed.pool, fed.task.model.apply)

@@ -23,7 +23,7 @@ from perfed import results, tables
 from perfed.cli import DONE, FAILED, answered
 from perfed.config import Config, absolute, parse
 from perfed.errors import nearest, require
-from perfed.folders import require_writable
+from perfed.folders import make, require_writable
 from perfed.frontdoor import Composer, FrontDoor, Refused, compose
 from perfed.studies import tuning
 from perfed.studies.jobs import Context, Done, Job, run_all
@@ -105,6 +105,7 @@ def _main(argv: Sequence[str]) -> int:
     if config.plan:
         print(_plan(wanted.spaces, rounds))
         return DONE
+    make("outputs", config.outputs_path)
     found = tuning.tuned(context, base, wanted.spaces, wanted.lanes)
     folder = config.outputs_path / _name(context, base, wanted.spaces)
     texts = _write(folder, context, found)

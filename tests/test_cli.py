@@ -427,3 +427,49 @@ def test_a_folder_is_named_from_where_one_stands(folder, capsys):
     assert capsys.readouterr().out.startswith(f"DONE: outputs/{run.name}\n")
     assert main([*TINY, "progress=off", "pictures=false", f"outputs={folder.parent / (folder.name + '-elsewhere')}"]) == 0
     assert capsys.readouterr().out.startswith(f"DONE: {folder.parent}/")
+
+
+# ---------------------------------------------------------------- hints, and a Ctrl-C while the program is being imported
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("delta=1e-3", "delta=1e-3: no such key (did you mean 'algo.delta'?)"),
+        ("delta=None", "delta=None: no such key (did you mean 'algo.delta'?)"),
+        ("lr=1", "lr=1: no such key (did you mean 'adapt.lr'?)"),
+        ("hydra.dir=x", "hydra.dir=x: no such key (did you mean 'hydra.run.dir'?)"),
+        ("algo=perfedavg_fo algo.delta=1", "algo.delta=1: no such key with algo=perfedavg_fo; algo=perfedavg_hf has it"),
+        ("algo=fedavg algo.lam=1", "algo.lam=1: no such key with algo=fedavg; algo=admm, ditto, fedu, ... have it"),
+    ],
+)
+def test_a_hint_names_the_key_that_is_meant(capsys, argv, expected):
+    assert refusal(capsys, *argv.split()) == expected
+
+
+@pytest.mark.parametrize("word", ["model.batchnorm=true", "model.nme=x", "study.nme=x", "dataset.nam=x", "partition.naem=3"])
+def test_no_hint_names_the_name_of_an_option(capsys, word):
+    assert ".name'" not in refusal(capsys, word)
+
+
+def test_the_help_cuts_no_sentence_inside_brackets():
+    shown = groups_of(conf_dir())
+    assert all(text.count("(") == text.count(")") for options in shown.values() for text in options.values())
+    assert sum("r, alpha, beta as recalled" in text for text in shown["row"].values()) == 6
+
+
+@pytest.mark.parametrize("body", ["raise KeyboardInterrupt", "exec('raise KeyboardInterrupt')"])
+def test_a_ctrl_c_during_the_imports_is_one_line(body, tmp_path):
+    """The second body: dataclass executes a text, and CPython would end the process by SIGINT for a Ctrl-C in there."""
+    code = f"""import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "perfed.cli":
+            {body}
+sys.meta_path.insert(0, Finder())
+from perfed.__main__ import main
+sys.exit(main())"""
+    (tmp_path / "entry.py").write_text(code)
+    env = {**os.environ, "PYTHONPATH": str(conf_dir().parent)}
+    done = subprocess.run([sys.executable, "entry.py"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "perfed: interrupted\n")

@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from perfed import frontdoor
-from perfed.config import GROUPS, KNOBS, Config, Protocol, Root, build, conf_dir, parse, registry, wanted
+from perfed.config import GROUPS, KNOBS, Config, Protocol, Root, build, conf_dir, elsewhere, parse, registry, wanted
 from perfed.errors import UserError
 from perfed.helppage import keys_of
 from perfed.identity import LATE, identity, readable
@@ -218,7 +218,11 @@ def test_paths(tree, tmp_path, monkeypatch):
     assert config.outputs_path == tmp_path / "out" and config.data_path == tmp_path / "data"
     monkeypatch.setenv("PERFED_DATA", "/somewhere")
     assert parse(tree).data_root == "/somewhere"
+    monkeypatch.setenv("PERFED_DATA", "")
+    assert parse(tree).data_path == tmp_path / ".cache" / "perfed"
     monkeypatch.delenv("PERFED_DATA")
+    with pytest.raises(UserError, match="^data_root=: a folder"):
+        changed(tree, data_root=" ")
     assert parse(tree).data_path == tmp_path / ".cache" / "perfed"
 
 
@@ -370,6 +374,17 @@ def test_floats_in_an_identity_are_finite():
             yield value
 
     assert all(math.isfinite(v) for v in leaves(who().content) if isinstance(v, float))
+
+
+def test_a_key_of_other_options_is_told_with_them(tree):
+    """Of a stored configuration too; three options at most, and never the key ``name``."""
+    cfg = OmegaConf.to_container(tree)
+    cfg["algo"] = {"name": "perfedavg_fo", "delta": 0.1}
+    with pytest.raises(UserError, match=r"^algo\.delta=0\.1: no such key with algo=perfedavg_fo; algo=perfedavg_hf has it$"):
+        parse(cfg)
+    assert elsewhere("algo.lam").startswith("; algo=admm, ditto, fedu, ... have it") and elsewhere("algo.name") == ""
+    assert elsewhere("model.batchnorm") == elsewhere("alpha") == elsewhere("adapt.delta") == ""
+    assert "'name'" not in complaint(tree, model__nme="x") and "'name'" not in complaint(tree, study__nme="x")
 
 
 if __name__ == "__main__" and "--pin" in sys.argv:  # python tests/test_config.py --pin: print PINNED anew

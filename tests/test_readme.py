@@ -15,7 +15,8 @@ from PIL import Image
 
 from perfed import cli, prepare, report, rescore, tune
 from perfed.config import conf_dir
-from perfed.data.datasets import Dataset
+from perfed.data.datasets import DATASETS, Dataset, load
+from perfed.data.partition import PARTITIONS, SplitConfig, make
 from perfed.errors import UserError
 from perfed.frontdoor import Composer, FrontDoor
 from perfed.trackers import TRACKERS
@@ -104,6 +105,8 @@ def user(tmp_path_factory):
     x = rng.normal(size=(400, 5))
     owner = np.arange(400) % 10
     np.savez(home / "my_data.npz", x=x, y=(x[:, 0] > 0).astype(int), user=owner, split=(np.arange(400) // 10) % 4 == 0)
+    digits = load(DATASETS["mnist5k"](), home)
+    make(PARTITIONS["table2"](), digits, n=20, seed=0, split=SplitConfig()).save(home / "my_split.npz", digits.fingerprint)
     (home / "my_space.yaml").write_text("grid: {beta: [0.1, 0.2]}\n")
     return home
 

@@ -99,3 +99,24 @@ def test_help_and_no_words(capsys):
     assert "perfed-eval RUN" in capsys.readouterr().out
     assert rescore.main(["protocol=paper"]) == 1
     assert "at least one run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["protocol.support=5"], "protocol.support=5: goes with protocol=fewshot, which takes a support set"),
+        (["adapt=3"], "adapt=3: a group of keys: write adapt.<key>=<value>, such as adapt.steps=3"),
+        (["+adapt.steps=3"], "+adapt.steps=3: write adapt.steps=3, without +"),
+        (["+rounds=3"], "+rounds=3: cannot be changed without training; protocol, adapt.*, device, engine.* and data_root can"),
+    ],
+)
+def test_a_word_that_is_nearly_right_is_told_the_right_one(folder, words, line, capsys):
+    assert rescore.main([str(folder), *words]) == 1
+    assert capsys.readouterr().err == f"perfed-eval: {line}\n"
+
+
+def test_a_support_set_goes_with_fewshot(folder):
+    config = results.load(folder).config
+    for words in (["protocol.support=2", "protocol=fewshot"], ["protocol.support=2", "protocol.source=test", "protocol.score=rest"]):
+        assert rescore.changed(config, words)["protocol"]["support"] == 2
+    assert rescore.changed(config, ["protocol.support=null"])["protocol"]["support"] is None

@@ -162,8 +162,14 @@ def test_a_folder_of_other_files_is_refused(tmp_path):
     results.check_identity(tmp_path, "a" * 64)
     for name in ("thesis.tex", "b", "c", "d"):
         (tmp_path / name).write_text("")
-    with pytest.raises(UserError, match=r"^hydra.run.dir=.*: holds what no run writes \(b, c, d, \.\.\.\); give a new folder"):
+    with pytest.raises(UserError, match=r"^hydra.run.dir=.*: holds files that are no run's \(b, c, d, \.\.\.\); give a new folder"):
         results.check_identity(tmp_path, "a" * 64)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    results.check_identity(mine, "a" * 64)
+    (mine / "report.md").write_text("a report of my own")  # a name that runs use, where no run has been
+    with pytest.raises(UserError, match=r"holds files that are no run's \(report\.md\)"):
+        results.check_identity(mine, "a" * 64)
     results.write_status(tmp_path, "FAILED", identity="a" * 64)  # notes beside a run's files are the user's own business
     results.check_identity(tmp_path, "a" * 64)
 

@@ -143,7 +143,7 @@ def kill(patch, where: str, k: int) -> None:
 
         patch.setattr(train, "judge", dies)
     elif where == "tables":
-        patch.setattr(train, "user_rows", lambda *_: (_ for _ in ()).throw(Killed))
+        patch.setattr(train, "write_users", lambda *_: (_ for _ in ()).throw(Killed))
     else:
         status = results.write_status
 
@@ -252,8 +252,8 @@ SIGNALS = [  # the round after which the run is stored, None: it is finished, si
     (torch, "save", 3, 2, 3),  # a save is not cut short
     (train, "judge", 6, 1, None),
     (train, "judge", 6, 2, 6),
-    (train, "user_rows", 6, 1, None),
-    (train, "user_rows", 6, 2, 6),
+    (train, "write_users", 6, 1, None),
+    (train, "write_users", 6, 2, 6),
 ]
 
 
@@ -261,7 +261,7 @@ SIGNALS = [  # the round after which the run is stored, None: it is finished, si
 def test_signals_cost_nothing(unbroken, monkeypatch, tmp_path, target, name, k, count, stored):
     folder = tmp_path / "cut"
     with monkeypatch.context() as patch:
-        rounds = {"judge": lambda fed, _: fed.k, "save": lambda content, _: content["k"], "user_rows": lambda *_: 6}[name]
+        rounds = {"judge": lambda fed, _: fed.k, "save": lambda content, _: content["k"], "write_users": lambda *_: 6}[name]
         signals_in(patch, target, name, lambda *args: rounds(*args) == k, count)
         with pytest.raises(train.Interrupted):
             train.run(config(*METHODS["fedavg"]), folder)

@@ -119,7 +119,7 @@ def test_models_of_users_score_as_users_csv_says(config, plain):
     settings = config("adapt.steps=[0,2]", "dataset.norm=standard")
     done = train.run(settings)
     stored = perfed.load(str(done.folder))
-    assert stored.status == "finished before" and stored.table == done.table
+    assert stored.status == "DONE" and stored.table == done.table
     assert stored.users.equals(done.users) and stored.rounds.equals(done.rounds)
     data = train.prepare(settings).dataset
     for result in (done, stored):
@@ -157,6 +157,14 @@ def test_no_rounds_scores_the_initial_model(config, plain):
     initial = train.prepare(settings).initial[1]
     for key, value in done.model(1, 2, steps=0).params.items():
         torch.testing.assert_close(value, initial[key].float(), rtol=0, atol=0)
+
+
+def test_twenty_rows_of_the_count_table_are_kept(config, plain):
+    done = train.run(config("n=25", "rounds=0", "dataset.train=300", "seeds=1", "algo=fedavg"))
+    kept, data = done.summary["partition_counts"], train.prepare(train.stored_config(done.folder)).dataset
+    names, counts = Partition.load(done.folder / "partition-seed0.npz").table(data.y, 3)
+    assert (kept["rows"], kept["of"], kept["counts"]) == (names[:20], 25, counts[:20].tolist())
+    assert "majority_new" not in done.summary
 
 
 # ---------------------------------------------------------------- B23
@@ -354,6 +362,11 @@ def test_new_users_are_never_sampled_and_scored_apart(config, plain, drawn, algo
         assert row["accuracy"] == pytest.approx((mine["correct"] / mine["n_test"]).mean(), rel=1e-12)
     assert "new users" in done.table
     assert [c["seen"] for c in done.summary["cells"]] == [True, True, False, False]
+    data = train.prepare(train.stored_config(done.folder)).dataset
+    for seen, key in ((True, "majority"), (False, "majority_new")):
+        shares = [p.majority(data.y, 3)[p.seen == seen].mean() for p in parts]
+        assert done.summary[key] == pytest.approx(np.mean(shares), rel=1e-12)
+    assert done.summary["majority_groups_new"] == {"all": done.summary["majority_new"]}
     if algo != "fedavg":  # a user that was never trained, here a new one, has the initial model
         new = int(np.nonzero(~parts[0].seen)[0][0])
         initial = train.prepare(train.stored_config(done.folder)).initial[0]
@@ -694,3 +707,79 @@ def test_validation_selects_a_round_without_test_data(config, plain):
 def test_a_validation_share_that_gives_nobody_an_example_is_refused(config):
     with pytest.raises(UserError, match="split.val=0.001: 0, or a share that gives"):
         train.prepare(config("split.val=0.001"))
+
+
+# ---------------------------------------------------------------- the Python interface
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "line"),
+    [
+        (["experiment=table1_quick"], {}, "study.name=table1: a study is no single run; use the command line: .* experiment=table1_quick"),
+        (["-m", "tau=2,4"], {}, "-m: no flags here; a sweep is a Python loop"),
+        (["--anything"], {}, "--anything: no flags here"),
+        (["tau=2,4"], {}, "tau=2,4: one value here; a sweep is a Python loop"),
+        (["algo=fedavg,local"], {}, "algo=fedavg,local: one value here"),
+        (["hydra.sweep.dir=x"], {}, "hydra.sweep.dir=x: for the command line alone; .* hydra.run.dir "),
+        (["hydra/launcher=basic"], {}, "hydra/launcher=basic: for the command line alone"),
+        (["hydra.mode=MULTIRUN"], {}, "hydra.mode=MULTIRUN: for the command line alone"),
+        (["hydra.run.dir=x"], {"folder": "y"}, "folder=y: not beside hydra.run.dir"),
+        ([3], {}, "run=3: words of the command line"),
+        ([], {"folder": 3}, "folder=3: a folder, as a text or a Path"),
+    ],
+)
+def test_run_refuses_what_is_not_one_run(words, more, line, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "run", lambda *_: pytest.fail("a run was started"))
+    with pytest.raises(UserError, match=f"^{line}") as caught:
+        perfed.run(*words, **more)
+    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("folder", [3, None, ""])
+def test_load_refuses_what_is_no_path(folder):
+    with pytest.raises(UserError, match="^folder=.*: a folder, as a text or a Path$"):
+        perfed.load(folder)
+
+
+def test_folders_from_python_outlive_a_change_of_the_working_folder(tmp_path, plain, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*DATA, *SMALL, "progress=off", f"data_root={tmp_path}", "rounds=1", "eval_every=1"]
+    made = perfed.run(*words, "hydra.run.dir=x/here")
+    stored, given = perfed.load("x/here"), perfed.run(*words, folder="x/there")
+    assert made.folder == stored.folder == tmp_path / "x" / "here" and given.folder == tmp_path / "x" / "there"
+    assert not (tmp_path / "outputs").exists()
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir("away")
+    for result in (made, stored, given):
+        assert len(result.users) == 2 * 5 * 2 and result.model(0, 0).params
+
+
+def test_a_diverged_run_says_so_again(spoilt, plain):
+    first, again = train.run(spoilt("seeds=3", "adapt.steps=0")), train.run(spoilt("seeds=3", "adapt.steps=0"))
+    stored = perfed.load(first.folder)
+    assert (first.status, again.status, stored.status) == ("DIVERGED", "finished before", "DIVERGED")
+    assert (first.outcome, again.outcome, stored.outcome) == ("DIVERGED", "finished before (DIVERGED)", "DIVERGED")
+    for result in (first, stored):
+        with pytest.raises(UserError, match=r"^seed=1: has no model, it diverged in round 8; one of \[0, 2\]$"):
+            result.model(1, 0)
+        assert all(torch.isfinite(value).all() for value in result.model(0, 0).params.values())
+
+
+def test_a_model_says_what_it_takes(config, plain):
+    done = train.run(config("rounds=1", "eval_every=1"))
+    assert done.outcome == "DONE" and train.run(config("rounds=1", "eval_every=1")).outcome == "finished before"
+    model = done.model(np.int64(0), np.int64(1))
+    assert model(np.zeros((2, 4))).shape == (2, 3) and model([[0, 0, 0, 0]]).shape == (1, 3)
+    for x, text in ((np.zeros((5, 7)), "[5, 7]"), (np.zeros(4), "[4]"), (None, "null"), ([[1, 2], [3]], "[[1, 2], [3]]")):
+        with pytest.raises(UserError) as caught:
+            model(x)
+        line = str(caught.value)
+        assert line.startswith(f"x={text}: ") and line.endswith("inputs of shape [B, 4], as stored in the data set")
+    for bad in ({"user": "1"}, {"user": 1.5}, {"seed": "0"}, {"steps": 0.5}):
+        with pytest.raises(UserError, match=f"^{next(iter(bad))}="):
+            done.model(**{"seed": 0, "user": 0, **bad})
+    wild = train.run(config("rounds=0", "alpha=1e30", "adapt.steps=0"))
+    assert wild.status == "DONE"
+    with pytest.raises(UserError, match="^steps=9: fewer steps: the adaptation of user 0 diverges$"):
+        wild.model(0, 0, steps=9)
