@@ -428,26 +428,35 @@ def count_text(count: float) -> str:
 
 
 def adaptation_curve(
-    cells: Sequence[Mapping[str, Any]], path: Path | str, title: str = "", *, majority: float | None = None, lr: float | None = None
+    cells: Sequence[Mapping[str, Any]],
+    path: Path | str,
+    title: str = "",
+    *,
+    majority: float | None = None,
+    lr: float | None = None,
+    primary: str | None = None,
 ) -> None:
-    """Accuracy in % against the number of adaptation steps, with the 95 % intervals of the cells (result.json). Cells without a mean are
-    left out. ``lr``: the size of a step; None: the method's own.
+    """Accuracy in % against the number of adaptation steps, with the 95 % intervals of the cells (result.json), set apart sideways. Cells
+    without a mean are left out, and new users of other models than ``primary`` where that is given. ``lr``: the size of a step; None: the
+    method's own.
 
     Raises ValueError when no cell has a mean.
     """
     found: dict[str, list[Mapping[str, Any]]] = {}
     for cell in cells:
-        if cell["mean"] is not None:
+        if cell["mean"] is not None and (cell["seen"] or primary in (None, cell["model"])):
             found.setdefault(("" if cell["seen"] else "new users: ") + cell["model"], []).append(cell)
     if not found:
         raise ValueError("no cell has a mean")
     figure = _figure(6.4, 4.2, title)
     ax = figure.subplots()
+    apart = 0.007 * max(1, *(cell["steps"] for line in found.values() for cell in line))
     for i, (label, line) in enumerate(found.items()):
         line = sorted(line, key=lambda cell: cell["steps"])
+        at = [cell["steps"] + apart * (i - (len(found) - 1) / 2) for cell in line]
         half = [100 * (cell["half_width"] or 0.0) for cell in line]
         mean = [100 * cell["mean"] for cell in line]
-        ax.errorbar([cell["steps"] for cell in line], mean, yerr=half if any(half) else None, capsize=3, label=_label(label), **style(i))
+        ax.errorbar(at, mean, yerr=half if any(half) else None, capsize=3, label=_label(label), **style(i))
     if majority is not None:
         ax.axhline(100 * majority, **BASELINE)
     seeds = max(len(cell["per_seed"]) for line in found.values() for cell in line)

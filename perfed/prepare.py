@@ -63,9 +63,8 @@ def prepare(config: Config, copies: int = 1) -> Prepared:
     prepared = replace(prepared, state_numbers=state_numbers(prepared))
     prepared = replace(prepared, decision=_decide(prepared, device, notes))
     _fits(prepared)
-    theory = tuple(config.algo.notes(_facts(prepared)))
-    notes = (*prepared.decision.notes, *_own_knobs(config), *_short(prepared), *_unscored(prepared), *theory)
-    return replace(prepared, decision=replace(prepared.decision, notes=notes), theory=theory)
+    remarks = (*_own_knobs(config), *_short(prepared), *_unscored(prepared), *config.algo.notes(_facts(prepared)))
+    return replace(prepared, decision=replace(prepared.decision, notes=(*prepared.decision.notes, *remarks)), remarks=remarks)
 
 
 def _named(group: str, f) -> None:
@@ -470,7 +469,8 @@ def plan(config: Config) -> str:
         notes=[f"first {SHOWN_ROWS} of {len(names)} rows"] if len(names) > SHOWN_ROWS else [],
     )
     picture, drawn = config.outputs_path / "plans" / f"{prepared.identity.name}.png", "no picture"
-    if config.pictures and _draw_plan(picture, integers(counts[shown]), names[shown], prepared.dataset.classes):
+    title = "train examples a user" + (f"; first {SHOWN_ROWS} of {len(names)} rows" if len(names) > SHOWN_ROWS else "")
+    if config.pictures and _draw_plan(picture, integers(counts[shown]), names[shown], prepared.dataset.classes, title):
         drawn = f"picture: {picture}"
     return (
         f"{prepared.identity.name}\n"
@@ -479,17 +479,17 @@ def plan(config: Config) -> str:
         f"  device {prepared.decision.device}, backend {prepared.decision.backend}"
         f"{', compiled' if prepared.decision.compiled else ''}; {memory}"
         f"{'' if seconds is None else f', roughly {_span(seconds)} of training on one CPU core'}\n"
-        + "".join(f"  {line}\n" for line in prepared.theory)
+        + "".join(f"  {line}\n" for line in prepared.remarks)
         + f"  {prepared.protocol.text()}\n\n{tables.plain(table)}  {drawn}\n"
     )
 
 
-def _draw_plan(path: Path, counts: np.ndarray, names: list[str], classes: tuple[str, ...]) -> bool:
+def _draw_plan(path: Path, counts: np.ndarray, names: list[str], classes: tuple[str, ...], title: str) -> bool:
     from perfed import figures
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figures.heat_map(counts, names, classes, path, "train examples of a user")
+        figures.heat_map(counts, names, classes, path, title)
     except (OSError, ValueError) as error:
         print(f"perfed: no picture: {error}", file=sys.stderr)
         return False

@@ -72,7 +72,14 @@ def _pictures(run: Run) -> tuple[dict[str, tuple[str, str]], list[str]]:
         jobs["adaptation.png"] = (
             "accuracy against adaptation steps",
             baseline,
-            lambda path: figures.adaptation_curve(result["cells"], path, title, majority=result.get("majority"), lr=result.get("adapt_lr")),
+            lambda path: figures.adaptation_curve(
+                result["cells"],
+                path,
+                title,
+                majority=result.get("majority"),
+                lr=result.get("adapt_lr"),
+                primary=result["primary"]["model"],
+            ),
         )
     if counts := result.get("partition_counts"):
         jobs["partition.png"] = (
@@ -166,8 +173,9 @@ def _provenance(run: Run) -> list[str]:
     if not path.is_file():
         return []
     made = results.read_json(path) or {}
-    origin = "".join(f"- {line}\n" for line in made.pop("origin", []))
+    origin, notes = ("".join(f"- {line}\n" for line in made.pop(key, [])) for key in ("origin", "notes"))
     return [
+        *([f"## Notes\n\n{notes}"] if notes else []),
         *([f"## Origin\n\nNot computed by one unbroken run:\n\n{origin}"] if origin else []),
         "## Made with\n\n" + "".join(f"- {key}: {show(value)}\n" for key, value in tables.flat(made).items()),
     ]

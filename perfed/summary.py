@@ -39,7 +39,7 @@ class Prepared:
     protocol: Protocol
     decision: Decision
     state_numbers: tuple[int, int] = (0, 0)  # that one seed keeps from round to round: the server's, all users'
-    theory: tuple[str, ...] = ()  # what the method says of its hyper-parameters
+    remarks: tuple[str, ...] = ()  # what a reader of the numbers should know of the setting, one line each
     copies: int = 1  # trials that are trained side by side, each with all seeds
     chosen: tuple[int, ...] | None = None  # the seeds that are computed; None: all
 

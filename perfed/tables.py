@@ -199,11 +199,11 @@ def run_table(result: Mapping[str, Any]) -> Grid:
     if alone := result.get("sampled_users_alone"):
         count = f"{sum(result['never_sampled']) / seeds:.3g}"
         notes.append(
-            f"{count} {'user a seed was' if count == '1' else 'users a seed were'} never sampled; there {result['cold_start']} is judged. "
+            f"{count} {'user a seed was' if count == '1' else 'users a seed were'} never sampled; judged there: {result['cold_start']}. "
             f"{which}, over the sampled users alone: {accuracy_text(alone['mean'], alone['half_width'])}."
         )
     if not all(cell["seen"] for cell in result["cells"]):
-        notes.append(f"New users took no part in training; {result.get('cold_start', 'the global model')} is judged for them.")
+        notes.append(f"New users took no part in training; judged for them: {result.get('cold_start', 'the global model')}.")
     if best := result.get("best_on_validation"):
         rounds = ", ".join(map(str, best["rounds"]))
         many = "rounds" if len(best["rounds"]) > 1 else "round"

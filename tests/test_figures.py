@@ -292,6 +292,14 @@ def test_pictures_say_their_seeds_interval_and_step_size(monkeypatch, tmp_path):
     assert alone == ("accuracy, % (1 seed, no interval)", "adaptation steps of size 0.01")
 
 
+def test_lines_of_adaptation_are_set_apart_and_few(monkeypatch, tmp_path):
+    cells = [cell(model, j, 0.5, 0.1, seen) for model in ("personal", "global") for seen in (True, False) for j in (0, 20)]
+    (figure,) = drawn(monkeypatch, lambda p: figures.adaptation_curve(cells, p, primary="personal"), tmp_path)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["personal", "new users: personal", "global"]
+    starts = [bars[0].get_xdata()[0] for bars in figure.axes[0].containers]
+    assert starts == pytest.approx([-0.14, 0.0, 0.14])  # 0.7 % of 20 steps apart, about the number
+
+
 def test_new_users_are_no_points_of_the_picture_of_users(monkeypatch, tmp_path):
     """Of 6 users, 0 and 1 are new in seed 0, 1 and 2 in seed 1: user 1 has no point, 0 and 2 that of the one seed that trained them."""
     frame = users_csv(6, 2, ("all",), new=2)

@@ -239,8 +239,8 @@ class Kinked(ModuleModel):
 
 def test_kinks_of_the_model_and_steep_inner_steps_are_said():
     config = parse(compose([*TINY[:4], "alpha=0.001"]))
-    (line,) = prepare.prepare(replace(config, model=Kinked(name="kinked"))).theory
+    (line,) = prepare.prepare(replace(config, model=Kinked(name="kinked"))).remarks
     assert line.startswith("warning: the model calls leaky_relu, relu: ")
-    assert ready("alpha=0.001").theory == ()
-    (line,) = ready("alpha=100").theory
+    assert ready("alpha=0.001").remarks == ()
+    (line,) = ready("alpha=100").remarks
     assert line.startswith("warning: alpha*L = ") and "the paper assumes alpha <= 1/L" in line

@@ -160,7 +160,7 @@ def test_notes_name_the_judged_model_and_agree_in_number(tmp_path):
     for name, never, words in (("a", [1, 1, 1], "1 user a seed was"), ("b", [1, 2, 1], "1.33 users a seed were")):
         notes = tables.run_table(result_of(fake_run(tmp_path / name, steps=(0, 5), never_sampled=never, **alone, **best))).notes
         which = "global, after 5 steps, over the sampled users alone"
-        assert notes[0] == f"{words} never sampled; there the initial model is judged. {which}: 50.00 ± 10.00."
+        assert notes[0] == f"{words} never sampled; judged there: the initial model. {which}: 50.00 ± 10.00."
         assert notes[1] == "Best on validation, global, after 5 steps (rounds 2, 4, 4): 38.90 ± 5.30 on test data."
 
 
