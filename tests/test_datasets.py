@@ -390,6 +390,7 @@ def png11(tmp_path):
 
 
 def test_png11(tmp_path, png11):
+    """B06c, d: folder 10 comes after 9, and a folder that one side lacks shifts nothing."""
     data = load(make("imagefolder", path=str(png11)), tmp_path)
     assert data.x.shape == (42, 1, 28, 28) and data.n_train == 22  # grey stays grey
     assert data.classes == tuple(str(c) for c in range(11))  # 2 before 10
@@ -511,6 +512,7 @@ def write(tmp_path):
     [([1, 2, 1], ("1", "2")), ([3, 7, 3], ("3", "7")), ([-1, 1, -1], ("-1", "1")), (["b2", "b10", "b2"], ("b2", "b10"))],
 )
 def test_labels_become_ids(tmp_path, write, labels, classes):
+    """B06a, b: labels that start at 1 or have gaps are the ids 0, 1, so every accuracy is that of these."""
     data = load(make("npz", path=write(x=np.zeros((3, 2)), y=np.array(labels))), tmp_path)
     assert data.y.tolist() == [0, 1, 0] and data.classes == classes
     assert data.x.shape == (3, 2) and data.x.dtype == np.float32 and data.n_train == 3 and data.user is None
