@@ -503,8 +503,14 @@ def build(cls: type, values: Mapping[str, Any], typed=lambda key: key, group: st
 
 
 def elsewhere(key: str) -> str:
-    """``; algo=perfedavg_hf has it``: the options of the key's group that have such a field, three at most. Empty where none has."""
-    group, _, name = key.partition(".")
+    """``; algo=perfedavg_hf has it``: the options of the key's group that have such a field, three at most. Empty where none has.
+
+    A key without a group is looked for in all of them: ``; algo.delta: algo=perfedavg_hf has it``.
+    """
+    group, dot, name = key.partition(".")
+    if not dot:
+        found = ((of, elsewhere(f"{of}.{key}")) for of in GROUPS)
+        return next((f"; {of}.{key}: {text.removeprefix('; ')}" for of, text in found if text), "")
     entries = registry(group) if group in GROUPS and name != "name" else {}
     having = sorted(option for option, cls in entries.items() if any(f.init and f.name == name for f in dataclasses.fields(cls)))
     names = ", ".join(having[:3] + ["..."] * (len(having) > 3))

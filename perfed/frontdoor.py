@@ -342,7 +342,8 @@ class FrontDoor:
         group = key.partition(".")[0]
         option = tree.hydra.runtime.choices.get(group)
         where = f" with {group}={option}" if "." in key and option else ""
-        near = elsewhere(key) or _nearest_key(key, [*known, *self.groups, *_SECTIONS])
+        same = any(name.rpartition(".")[2] == key for name in known)
+        near = ("" if same else elsewhere(key)) or _nearest_key(key, [*known, *self.groups, *_SECTIONS])
         raise UserError(key, value, f"no such key{where}{near}")
 
     # ---- cells

@@ -60,6 +60,8 @@ def refusal(capsys, *argv: str) -> str:
         ("hydra.mode=FOO", r"hydra\.mode=FOO: .*\[RUN, MULTIRUN\]"),
         ("+alpha=0.02", r"\+alpha=0\.02: alpha exists: write alpha=0\.02, without \+"),
         ("algo.detla=1", r"algo\.detla=1: no such key with algo=perfedavg_hf \(did you mean 'algo\.delta'\?\)"),
+        ("delta=1", r"delta=1: no such key \(did you mean 'algo\.delta'\?\)"),
+        ("algo=fedavg delta=1", r"delta=1: no such key; algo\.delta: algo=perfedavg_hf has it"),
         ("algo=fedavg algo.delta=1", r"algo\.delta=1: no such key with algo=fedavg"),
         ("algo=fedavg algo.nme=1", r"algo\.nme=1: no such key with algo=fedavg (?!.*algo\.name)"),
         ("resume=null", r"resume=null: must be a text, such as auto"),

@@ -383,7 +383,7 @@ def test_a_key_of_other_options_is_told_with_them(tree):
     with pytest.raises(UserError, match=r"^algo\.delta=0\.1: no such key with algo=perfedavg_fo; algo=perfedavg_hf has it$"):
         parse(cfg)
     assert elsewhere("algo.lam").startswith("; algo=admm, ditto, fedu, ... have it") and elsewhere("algo.name") == ""
-    assert elsewhere("model.batchnorm") == elsewhere("alpha") == elsewhere("adapt.delta") == ""
+    assert elsewhere("model.batchnorm") == elsewhere("alhpa") == elsewhere("adapt.delta") == ""
     assert "'name'" not in complaint(tree, model__nme="x") and "'name'" not in complaint(tree, study__nme="x")
 
 
