@@ -77,7 +77,7 @@ def test_a_closed_pipe_fails_no_run(monkeypatch, capsys):
 def test_outputs_that_cannot_be_made_are_one_line(outputs, capsys):
     if outputs.startswith("/proc") and not Path("/proc/self").exists():
         pytest.skip("no /proc")
-    for words in (QUIET, ["-m", *TINY, "algo=fedavg,local"]):
+    for words in (QUIET, ["-m", *TINY, "algo=fedavg,local"], ["experiment=easgd_vs_admm", "study.jobs=1"]):
         assert main([*words, f"outputs={outputs}"]) == 1
         out, err = capsys.readouterr()
         assert err.startswith("perfed: outputs=") and err.count("\n") == 1 and "a folder that can be made" in err

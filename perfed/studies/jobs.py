@@ -18,6 +18,7 @@ from typing import Any
 from perfed import sweep
 from perfed.config import Config, parse
 from perfed.errors import UserError
+from perfed.folders import make
 
 Compose = Callable[[Sequence[str]], Any]
 """Words of the command line -> a composed tree (``perfed.frontdoor.compose``)."""
@@ -104,7 +105,9 @@ def _stop(pool: ProcessPoolExecutor) -> None:
 
 
 def run_all(jobs: Sequence[Job], context: Context, title: str) -> dict[str, Done]:
-    """Train all jobs and say a line for each that ends. Raises KeyboardInterrupt once every running job has stored its state."""
+    """Train all jobs and say a line for each that ends. Raises KeyboardInterrupt once every running job has stored its state, UserError
+    where there can be no folder for the runs."""
+    make("outputs", context.config.outputs_path)
     done: dict[str, Done] = {}
     words = {job.label: (*context.words, *job.words, "progress=off", "study.name=null", "plan=false") for job in jobs}
 
