@@ -78,6 +78,7 @@ def federation(
     chunk: int | None = None,
     compiled: bool = False,
     dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
     **engine: Any,
 ) -> Federation:
     """One partition for each seed; ``active`` None is all members."""
@@ -86,7 +87,7 @@ def federation(
     if initial is None:
         initial = [model.init(x.shape[1:], classes, generator(seed, "init")) for seed in seeds]
     data = [SeedData(p, np.nonzero(p.seen)[0], seed) for p, seed in zip(partitions, seeds, strict=True)]
-    pool = make_pool(x, np.asarray(y, dtype=np.int64), np.float64(0), np.float64(1), torch.device("cpu"), dtype)
+    pool = make_pool(x, np.asarray(y, dtype=np.int64), np.float64(0), np.float64(1), torch.device(device), dtype)
     return Federation(
         algo=algo,
         task=Task(model, local or LOCAL["sgd"](name="sgd"), server or SERVER["average"](name="average"), adapted),
