@@ -174,10 +174,12 @@ class Idiomatic(Loop):
         super().__init__(fed)
         layers: list[nn.Module] = [nn.Flatten()]
         for weight, bias in zip(self.start[::2], self.start[1::2], strict=True):
-            linear = nn.Linear(*weight.shape)
-            linear.weight.data, linear.bias.data = weight.t().clone(), bias.clone()
+            linear = nn.Linear(*weight.shape, device=fed.device)
+            with torch.no_grad():
+                linear.weight.copy_(weight.t())
+                linear.bias.copy_(bias)
             layers += [linear, nn.ELU()]
-        self.net = nn.Sequential(*layers[:-1]).to(fed.device)
+        self.net = nn.Sequential(*layers[:-1])
 
     def weights(self) -> list[Tensor]:
         return [p.detach().t() if p.ndim == 2 else p.detach() for p in self.net.parameters()]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pretended import pretended_gpu
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "bench.py"
 
@@ -101,3 +102,12 @@ def test_all_prints_a_row_for_every_method(bench, monkeypatch, capsys):
     # Step calls a round of the vmap backend (tau = 2; Ditto 2 + 2), with twice the active users (as many), and of the loop.
     assert found["fedavg"] == ["2", "2", "8"] and found["ditto"] == ["4", "4", "16"] and found["pooled"] == ["2", "2", "2"]
     assert found["l2gd"][0] == found["l2gd"][1] and float(found["l2gd"][2]) == 20 * float(found["l2gd"][0])
+
+
+@pytest.mark.slow
+def test_the_contenders_meet_on_another_device(bench, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "memory", lambda arguments, n: {"imports": 1.0, "rounds": 2.0, "evaluation": 3.0, "GPU": 4.0})
+    with pretended_gpu(monkeypatch):
+        bench.main(["--quick", "--device", "cuda:0"])
+    out = capsys.readouterr().out
+    assert out.startswith("pretended, ") and "| exact |" in out and "Must reach" not in out
