@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import re
 import signal
 import sys
@@ -27,10 +26,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from perfed.config import Config, conf_dir, parse, version
-from perfed.errors import UserError, require
+from perfed.errors import UserError, require, silence_stdout
 from perfed.folders import make, require_writable
 from perfed.frontdoor import Cell, Command, Composer, FrontDoor, InJob, Refused, compose
-from perfed.results import from_here
+from perfed.results import finished_before, from_here
 from perfed.sweep import Outcome, Sweep, at_once, guarded, launch
 
 __all__ = ["compose", "main"]
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return answered(_main, argv)
     except BrokenPipeError:  # `perfed --help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_stdout()
         return FAILED
 
 
@@ -79,7 +78,7 @@ def _tell(text: str) -> bool:
         print(text, flush=True)
         return True
     except OSError as error:  # `perfed | head`, or a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered must not fail once more at the exit
+        silence_stdout()
         if not isinstance(error, BrokenPipeError):
             _complain(f"the output could not be written: {error.strerror}", FAILED)
         return False
@@ -225,8 +224,7 @@ def _sweep(door: FrontDoor, command: Command, names: Sequence[str]) -> int:
         if cell.folder in by_folder:
             print(f"perfed: job {name}: the same run as job {by_folder[cell.folder].partition(':')[0]}", flush=True)
         elif by_folder.setdefault(cell.folder, name) and _finished(cell):
-            how = " (DIVERGED)" * (_status(cell) == "DIVERGED")
-            print(f"perfed: job {name}\nfinished before{how}: {from_here(cell.folder)}", flush=True)
+            print(f"perfed: job {name}\n{finished_before(_status(cell) or '')}: {from_here(cell.folder)}", flush=True)
     missing = [cell for cell in cells if not _finished(cell)]
     shared = Sweep.of(by_folder, cells[0].folder.parent, [cell.config.device for cell in missing])
     outcomes: dict[Path, Outcome] = {}

@@ -1,8 +1,10 @@
-"""The one exception for bad input, free of Hydra and torch."""
+"""The one exception for bad input, and what to do when output is lost. Free of Hydra and torch."""
 
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,6 +32,11 @@ def require(ok: bool, key: str, value: Any, allowed: str) -> None:
     """Raise :class:`UserError` unless ``ok``."""
     if not ok:
         raise UserError(key, value, allowed)
+
+
+def silence_stdout() -> None:
+    """After a write to stdout failed (``perfed | head``): what is buffered must not fail once more at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from perfed.config import GROUPS, Config, absolute, conf_dir, import_plugins, parse
+from perfed.config import GROUPS, Config, absolute, conf_dir, elsewhere, import_plugins, parse
 from perfed.errors import UserError, nearest
 
 _OPEN = ("hydra.job.env_set", "hydra.job.env_copy", "hydra.callbacks", "hydra.sweeper", "hydra.launcher")
@@ -320,8 +320,6 @@ class FrontDoor:
 
     def _check_key(self, override, tree: DictConfig, known: Mapping[str, Any]) -> None:
         """The key exists in the tree of its cell; a field that the YAML of an option leaves out counts too."""
-        from perfed.config import elsewhere
-
         key, value = override.key_or_group, override.get_value_string()
         if override.package is not None:
             raise UserError(override.get_key_element(), value, "no such key")

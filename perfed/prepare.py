@@ -32,7 +32,7 @@ from perfed.evaluate import Protocol, check
 from perfed.federate import Federation
 from perfed.identity import identity
 from perfed.models import build
-from perfed.summary import SHOWN_ROWS, Prepared, integers
+from perfed.summary import Prepared, partition_counts
 from perfed.types import Params
 
 
@@ -299,9 +299,22 @@ def _too_large(config: Config, place: str, count: float, free: float) -> NoRetur
 def _facts(prepared: Prepared) -> Facts:
     config = prepared.config
     members = int(prepared.partitions[0].seen.sum())
-    # Good enough for a warning: the exact figure would take a minute where the model convolves.
-    curvature = smoothness(prepared, examples=64, within=0.01, dtype=torch.float32) if config.algo.wants_smoothness else None
+    curvature = _curvature(prepared) if config.algo.wants_smoothness else None
     return Facts(members, _active(config, prepared.partitions), config.rounds, curvature, _kinks(prepared))
+
+
+_curvatures: dict[tuple, float] = {}
+"""Known ones: a command prepares each run to plan it and to train it, and the jobs of a sweep mostly start alike."""
+
+
+def _curvature(prepared: Prepared) -> float:
+    """:func:`smoothness` at w_0, good enough for a warning: the exact figure would take a minute where the model convolves."""
+    config, data = prepared.config, prepared.dataset
+    init = config.seed_values[0] if config.init_seed is None else config.init_seed
+    start = (data.fingerprint, data.norm, prepared.partitions[0].digest(), repr(config.model), init)
+    if start not in _curvatures:
+        _curvatures[start] = smoothness(prepared, examples=64, within=0.01, dtype=torch.float32)
+    return _curvatures[start]
 
 
 class _Bent(TorchFunctionMode):
@@ -322,9 +335,7 @@ class _Bent(TorchFunctionMode):
 
 def _kinks(prepared: Prepared) -> tuple[str, ...]:
     """Names of the functions with kinks that the model calls."""
-    with _Bent() as bent:
-        prepared.config.model.apply(prepared.initial[0], torch.ones(2, *prepared.dataset.shape, dtype=torch.float64))
-    return tuple(sorted(bent.found))
+    return tuple(sorted(_watched(prepared, _Bent()).found))
 
 
 def smoothness(
@@ -413,10 +424,15 @@ CALL_SECONDS = 1e-3
 
 def _forward_flops(prepared: Prepared) -> int:
     """Operations of the matrix products and convolutions of the model on one example (torch's own counter loads the compiler: seconds)."""
+    return _watched(prepared, _Products()).operations
+
+
+def _watched(prepared: Prepared, mode: Any) -> Any:
+    """``mode``, under which the model has been applied to one example."""
     params = prepared.initial[0]
-    with _Products() as counter, torch.no_grad():
+    with mode, torch.no_grad():
         prepared.config.model.apply(params, torch.zeros((1, *prepared.dataset.shape), dtype=next(iter(params.values())).dtype))
-    return counter.operations
+    return mode
 
 
 class _Products(TorchFunctionMode):
@@ -461,16 +477,16 @@ def plan(config: Config) -> str:
     if prepared.decision.state_device != prepared.decision.device:
         memory = f"about {here / 2**20:,.0f} MiB there and {parked / 2**20:,.0f} MiB of users' state on the host"
     seconds = size(prepared).seconds
-    names, counts = prepared.partitions[0].table(prepared.dataset.y, len(prepared.dataset.classes))
-    shown = slice(0, SHOWN_ROWS)
+    counted = partition_counts(prepared)
+    rows, classes, counts = (counted[key] for key in ("rows", "classes", "counts"))
+    what, cut = "train examples a user", [f"first {len(rows)} of {counted['of']} rows"] if counted["of"] > len(rows) else []
     table = tables.grid(
-        ["train examples a user", *prepared.dataset.classes, "all"],
-        [[name, *(f"{v:g}" for v in row), f"{row.sum():g}"] for name, row in zip(names[shown], counts[shown], strict=True)],
-        notes=[f"first {SHOWN_ROWS} of {len(names)} rows"] if len(names) > SHOWN_ROWS else [],
+        [what, *classes, "all"],
+        [[name, *(f"{v:g}" for v in row), f"{sum(row):g}"] for name, row in zip(rows, counts, strict=True)],
+        notes=cut,
     )
     picture, drawn = config.outputs_path / "plans" / f"{prepared.identity.name}.png", "no picture"
-    title = "train examples a user" + (f"; first {SHOWN_ROWS} of {len(names)} rows" if len(names) > SHOWN_ROWS else "")
-    if config.pictures and _draw_plan(picture, integers(counts[shown]), names[shown], prepared.dataset.classes, title):
+    if config.pictures and _draw_plan(picture, counts, rows, classes, "; ".join([what, *cut])):
         drawn = f"picture: {picture}"
     return (
         f"{prepared.identity.name}\n"
@@ -484,7 +500,7 @@ def plan(config: Config) -> str:
     )
 
 
-def _draw_plan(path: Path, counts: np.ndarray, names: list[str], classes: tuple[str, ...], title: str) -> bool:
+def _draw_plan(path: Path, counts: list[list[float]], names: list[str], classes: list[str], title: str) -> bool:
     from perfed import figures
 
     try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from perfed import compare, figures, folders, measures, power, results, tables, views
-from perfed.errors import UserError, nearest, require, show
+from perfed.errors import UserError, nearest, require, show, silence_stdout
 from perfed.folders import find
 from perfed.pivot import Pivot, arrange, asked, pairs_of_users
 from perfed.results import Run
@@ -54,10 +53,10 @@ def _pictures(run: Run) -> tuple[dict[str, tuple[str, str]], list[str]]:
     diverged = [int(seed) for seed in result["diverged"]]
     known = [cell for cell in result["cells"] if cell["seen"]]
     jobs: dict[str, tuple[str, str, Callable[[Path], None]]] = {}
+    want = result["primary"]
     baseline = "" if len(known) == len(result["cells"]) else "The line of the majority class is that of the users seen in training."
     if len(diverged) < len(result["seeds"]):
         users = run.users[~run.users["seed"].isin(diverged)]
-        want = result["primary"]
         jobs["learning_curve.png"] = (
             "accuracy against rounds",
             " ".join(filter(None, [_left_out(run), baseline])),
@@ -78,7 +77,7 @@ def _pictures(run: Run) -> tuple[dict[str, tuple[str, str]], list[str]]:
                 title,
                 majority=result.get("majority"),
                 lr=result.get("adapt_lr"),
-                primary=result["primary"]["model"],
+                primary=want["model"],
             ),
         )
     if counts := result.get("partition_counts"):
@@ -158,11 +157,11 @@ def _partition(result: Mapping[str, Any], pictures: bool) -> list[str]:
 
 def _counted(result: Mapping[str, Any]) -> str:
     """What the numbers of the count table are. Older results have it with all rows only."""
-    counts, digests = result["partition_counts"], list((result.get("partition_digest") or {}).values())
+    counts = result["partition_counts"]
     shown = len(counts["rows"])
     many = counts.get("of", shown)
     mean = "" if many == result.get("n") else " (mean over the users of the row)"
-    which = "all seeds" if len(digests) > 1 and len(set(digests)) == 1 else f"seed {result['seeds'][0]}"
+    which = "all seeds" if tables.one_partition(result) else f"seed {result['seeds'][0]}"
     if result.get("partition_seed") is not None:
         which = f"partition_seed={result['partition_seed']}"
     return f"train examples a user{mean}, {which}{f'; first {shown} of {many} rows' if many > shown else ''}"
@@ -307,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"perfed: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `perfed-report ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_stdout()
         return 1
     except KeyboardInterrupt:
         return 130

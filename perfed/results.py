@@ -284,6 +284,11 @@ def foreign(folder: Path, own: Sequence[str] = WRITTEN) -> str:
     return f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
 
 
+def finished_before(status: str) -> str:
+    """How a stored run of that status is told to who asks for it again."""
+    return "finished before" + (" (DIVERGED)" if status == "DIVERGED" else "")
+
+
 def from_here(folder: Path) -> Path:
     """A folder as it is named on the terminal: from the working folder, where it lies in that."""
     here = Path.cwd()

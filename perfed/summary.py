@@ -142,7 +142,7 @@ def _majority(prepared: Prepared) -> dict[str, Any]:
     return found
 
 
-def _partition_counts(prepared: Prepared) -> dict[str, Any]:
+def partition_counts(prepared: Prepared) -> dict[str, Any]:
     """The first SHOWN_ROWS rows of the count table of the first seed: train examples a user, mean over the users of a row. ``of``: how many
     rows there are."""
     names, counts = prepared.partitions[0].table(prepared.dataset.y, len(prepared.dataset.classes))
@@ -209,7 +209,7 @@ def summary(prepared: Prepared, fed: Federation, scores: Scores, rows: list[dict
         "partition_digest": {str(s): p.digest() for s, p in zip(config.seed_values, prepared.partitions, strict=True)},
         "data": prepared.dataset.fingerprint,
         "norm": prepared.dataset.norm,
-        "partition_counts": _partition_counts(prepared),
+        "partition_counts": partition_counts(prepared),
     }
 
 

@@ -236,12 +236,16 @@ def _protocol(result: Mapping[str, Any]) -> str:
     return f"{result['protocol']} ({text.rstrip('.')})" if text else str(result["protocol"])
 
 
+def one_partition(result: Mapping[str, Any]) -> bool:
+    """Whether several seeds have one and the same partition."""
+    digests = list((result.get("partition_digest") or {}).values())
+    return len(digests) > 1 and len(set(digests)) == 1
+
+
 def _redraws(result: Mapping[str, Any]) -> str:
     """What differs between seeds. A ``partition_seed``, ``init_seed`` or ``sampling_seed`` that is set is the same for all, and so is
     a partition of which all seeds have the same (one file, or all of the data's own users)."""
-    digests = list(result.get("partition_digest", {}).values())
-    alike = len(digests) > 1 and len(set(digests)) == 1
-    held = {key: result.get(key) is not None or (alike and key == "partition_seed") for key in CHANCE}
+    held = {key: result.get(key) is not None or (key == "partition_seed" and one_partition(result)) for key in CHANCE}
     fixed, free = ([text for key, text in CHANCE.items() if held[key] is wanted] for wanted in (True, False))
     drawn = (", ".join(free) if "sampling" in free[-1] else " and ".join(free)) if free else "nothing"
     kept = ["the pool of images", *(f"the {text}" for text in fixed)]

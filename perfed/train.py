@@ -50,8 +50,7 @@ class Result:
     @property
     def outcome(self) -> str:
         """``status`` as the terminal tells it: "finished before (DIVERGED)" where the stored run had diverged."""
-        diverged = self.status == "finished before" and self.stored.status["status"] == "DIVERGED"
-        return f"{self.status} (DIVERGED)" if diverged else self.status
+        return results.finished_before(self.stored.status["status"]) if self.status == "finished before" else self.status
 
     @property
     def stored(self) -> results.Run:
